@@ -14,7 +14,9 @@ from collections.abc import Callable, Iterator
 from typing import TextIO
 
 import pytest
+from prometheus_client import CollectorRegistry, generate_latest
 
+from moonserve.live.process.metrics import ProcessMetrics
 from moonserve.logs import LineQueue, RepeatLimit
 
 PROGRAM = """
@@ -118,6 +120,13 @@ def test_a_process_ends_although_nobody_reads_its_lines() -> None:
         assert process.stderr is not None
         fcntl.fcntl(process.stderr, fcntl.F_SETFL, os.O_NONBLOCK)
         assert process.stderr.read(100)
+
+
+def test_dropped_lines_are_a_metric() -> None:
+    """Every page of metrics has their number."""
+    registry = CollectorRegistry()
+    registry.register(ProcessMetrics())
+    assert b"\nmoonserve_log_lines_dropped_total 0.0" in generate_latest(registry)
 
 
 def record(line: int, error: Exception | None = None, level: int = logging.WARNING) -> str | None:

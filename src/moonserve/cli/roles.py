@@ -6,6 +6,7 @@ MOONSERVE_TOKEN in its environment; see cli.token.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Coroutine
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -27,6 +28,7 @@ from moonserve.config import Settings, check_name, filled
 from moonserve.core.errors import ConfigError
 from moonserve.core.request import Slo
 from moonserve.core.units import Micros
+from moonserve.logs import LINES
 
 if TYPE_CHECKING:
     from moonserve.core.store.words import Card
@@ -185,8 +187,8 @@ def worker(
 
 
 def note(line: str) -> None:
-    """Print a line about the start of a process."""
-    click.echo(line)
+    """Print a line about the start of a process. A stdout that nobody reads does not stop it."""
+    LINES.put(sys.stdout, line)
 
 
 def _us(ms: float | None) -> Micros | None:

@@ -1,10 +1,13 @@
-"""Real processes whose lines nobody reads: a full pipe, and a supervisor that is stopped."""
+"""Real processes in need: nobody reads their lines, the log's disk is full, or file descriptors
+are few."""
 
 from __future__ import annotations
 
 import http.client
 import json
 import os
+import re
+import resource
 import signal
 import socket
 import subprocess
@@ -71,6 +74,56 @@ def test_a_gateway_with_a_full_pipe_answers(full_pipe: int, tmp_path: Path, work
             assert process.wait(STOP_S) == 0
         finally:
             process.kill()
+
+
+def test_a_full_disk_for_the_log_stops_nobody(tmp_path: Path) -> None:
+    """Lines that the disk does not take are counted, and requests are served."""
+    settings = tmp_path / "cluster.yaml"
+    settings.write_text(f"instances: []\nport: {(port := free_port())}\n")
+    argv = [*PROGRAM, "gateway", "--config", str(settings)]
+    with Path("/dev/full").open("w") as full:
+        process = subprocess.Popen(argv, stdout=full, stderr=full)
+    try:
+        page = get(f"http://127.0.0.1:{port}/metrics").decode()
+        (lost,) = re.findall(r"^moonserve_log_lines_dropped_total (\S+)$", page, re.MULTILINE)
+        assert float(lost) >= 1, "the line that says where it listens, at least"
+    finally:
+        process.kill()
+        process.wait(STOP_S)
+
+
+def test_few_descriptors_cost_no_spinning(tmp_path: Path) -> None:
+    """While connections use up all descriptors the gateway is idle, and later it answers again."""
+    settings = tmp_path / "cluster.yaml"
+    settings.write_text(f"instances: []\nport: {(port := free_port())}\n")
+    argv = [*PROGRAM, "gateway", "--config", str(settings)]
+    log = tmp_path / "log"
+    with log.open("w") as out:
+        process = subprocess.Popen(argv, stdout=out, stderr=out)
+    idle: list[socket.socket] = []
+    try:
+        get(f"http://127.0.0.1:{port}/health")
+        most = len(os.listdir(f"/proc/{process.pid}/fd")) + 20
+        resource.prlimit(process.pid, resource.RLIMIT_NOFILE, (most, most))
+        idle = [socket.create_connection(("127.0.0.1", port), timeout=5) for _ in range(80)]
+        before_s = cpu_s(process.pid)
+        time.sleep(3)
+        assert cpu_s(process.pid) - before_s < 1
+        for one in idle:
+            one.close()
+        get(f"http://127.0.0.1:{port}/health", STOP_S)
+        assert len(log.read_text().splitlines()) < 100
+    finally:
+        for one in idle:
+            one.close()
+        process.kill()
+        process.wait(STOP_S)
+
+
+def cpu_s(pid: int) -> float:
+    """The CPU time of a process so far."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 @pytest.mark.model
