@@ -75,7 +75,7 @@ class Internal:
         if info.model not in self._models:
             served = ", ".join(self._models)
             raise BadRequest(f"this gateway serves {served}, not {info.model}", "model")
-        if not urlsplit(info.url).hostname:
+        if not _has_host(info.url):
             raise BadRequest(f"{info.url!r} is no URL such as http://host:port", "url")
         for view in self._conductor.views().values():
             other = view.info
@@ -111,6 +111,13 @@ class Internal:
                     "segment",
                 )
             self._conductor.tell(*self._reported.take(now_us, event))
+
+
+def _has_host(url: str) -> bool:
+    try:
+        return bool(urlsplit(url).hostname)
+    except ValueError:
+        return False
 
 
 def _check_compatible(info: InstanceInfo, other: InstanceInfo) -> None:
