@@ -124,6 +124,16 @@ def test_a_region_needs_no_temporary_folder(monkeypatch: pytest.MonkeyPatch) -> 
     Region.create(4096).close()
 
 
+def test_stale_regions_are_left_if_no_descriptor_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A start does not fail because it cannot look for what others left."""
+
+    def none_left(folder: File) -> list[str]:
+        raise OSError(24, "Too many open files")
+
+    monkeypatch.setattr(os, "listdir", none_left)
+    assert region.clean_stale() == 0
+
+
 def test_a_pooled_connection_that_died_is_replaced_once(memory: Region) -> None:
     """The peer's TCP server restarting between two reads is not seen by the reader."""
     first = TransferServer(memory, TOKEN)

@@ -179,7 +179,8 @@ def clean_stale() -> int:
 
 def _ours() -> Iterator[Path]:
     for folder in folders():
-        yield from (path for path in folder.glob(f"{_PREFIX}*") if _NAME.fullmatch(path.name))
+        with contextlib.suppress(OSError):  # no descriptor is left to read the folder
+            yield from (folder / name for name in os.listdir(folder) if _NAME.fullmatch(name))
 
 
 def lock_file(fd: int, path: Path) -> bool:
