@@ -200,6 +200,14 @@ class Use:
         self.descriptors = descriptors
         self.threads = threads
 
+    def least(self, other: Use) -> Use:
+        """The smaller of each."""
+        return Use(
+            min(self.rss_bytes, other.rss_bytes),
+            min(self.descriptors, other.descriptors),
+            min(self.threads, other.threads),
+        )
+
     @classmethod
     def of(cls, pid: int) -> Use:
         """Of a process that runs."""

@@ -17,14 +17,14 @@ import random
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from moonserve.core.errors import MoonserveError
 from moonserve.live.http.client import HttpClient, sse_events
 from tests.chaos.campaign import tracebacks
-from tests.chaos.cluster import Cluster, Use
+from tests.chaos.cluster import Cluster, Use, answer
 from tests.chaos.streams import MODEL, Load
 from tests.support.up import TOKEN
 
@@ -34,6 +34,8 @@ _SLACK_COUNT = 2
 """A connection or a thread of a pool more or less is no growth."""
 _WARM_UP_SHARE = 0.25
 """Of the whole time; at least a minute."""
+_FILL_S = 600.0
+_FULL = 0.9
 _PAUSE_S = 0.3
 _LOOK_S = 60.0
 HEADERS = {"content-type": "application/json", "authorization": f"Bearer {TOKEN}"}
@@ -70,6 +72,17 @@ class Mixed:
             client.cancel()
         await asyncio.gather(*self._clients, return_exceptions=True)
         await self._http.close()
+
+    async def fill(self, full: Callable[[], Awaitable[bool]]) -> None:
+        """Send long prompts until the store is full."""
+        async with asyncio.timeout(_FILL_S):
+            while not await full():
+                await asyncio.gather(*(self._fresh() for _ in range(8)))
+
+    async def _fresh(self) -> None:
+        prompt = [self._draw.randrange(1_000, 40_000) for _ in range(4_000)]
+        body = {"model": MODEL, "prompt": prompt, "max_tokens": 1_500, "ignore_eos": True}
+        await self._post("/v1/completions", body)
 
     async def _client(self) -> None:
         kinds = {
@@ -162,15 +175,16 @@ async def soak(minutes: float, fronts: int, seed: int = 1) -> int:
 async def _loaded(cluster: Cluster, minutes: float, seed: int) -> list[str]:
     load = Load(cluster.url, seed, lambda: 0, 400)
     mixed = Mixed(cluster.url, seed)
+    await mixed.fill(lambda: asyncio.to_thread(is_full, cluster))
     load.start(8)
     mixed.start(8)
     whole_s = minutes * 60
     warm_up_s = max(60.0, _WARM_UP_SHARE * whole_s)
     print(f"warming up for {warm_up_s:.0f} s", flush=True)
     await _watched(cluster, load, warm_up_s)
-    first, first_shared = cluster.use(), cluster.shared_memory_bytes()
+    first, first_shared = await _least(cluster), cluster.shared_memory_bytes()
     await _watched(cluster, load, max(60.0, whole_s - warm_up_s))
-    last, last_shared = cluster.use(), cluster.shared_memory_bytes()
+    last, last_shared = await _least(cluster), cluster.shared_memory_bytes()
     await mixed.stop()
     await load.stop()
     wrong = [*load.outcomes.wrong, *show(first, last)]
@@ -182,6 +196,14 @@ async def _loaded(cluster: Cluster, minutes: float, seed: int) -> list[str]:
     return wrong
 
 
+def is_full(cluster: Cluster) -> bool:
+    """Whether the segments in which prefill publishes are full, so that no index grows any more."""
+    segments = answer(cluster.url + "/api/stats")["store"]["segments"]
+    used = {it["id"]: it["used_bytes"] / it["capacity_bytes"] for it in segments}
+    print("filling:", ", ".join(f"{name} {share:.0%}" for name, share in used.items()), flush=True)
+    return all(share > _FULL for name, share in used.items() if name.startswith("p"))
+
+
 async def _watched(cluster: Cluster, load: Load, lasting_s: float) -> None:
     """Let it run, and print what the processes hold now and then."""
     end_s = time.monotonic() + lasting_s
@@ -189,6 +211,16 @@ async def _watched(cluster: Cluster, load: Load, lasting_s: float) -> None:
         await asyncio.sleep(min(left_s, _LOOK_S))
         sizes = ", ".join(f"{name} {it.rss_bytes >> 20}" for name, it in cluster.use().items())
         print(f"{load.outcomes.whole} streams; RSS in MiB: {sizes}", flush=True)
+
+
+async def _least(cluster: Cluster) -> dict[str, Use]:
+    """The least that each process holds in half a minute: idle connections come and go."""
+    least = cluster.use()
+    for _ in range(10):
+        await asyncio.sleep(3)
+        for name, use in cluster.use().items():
+            least[name] = use.least(least.get(name, use))
+    return least
 
 
 def show(first: dict[str, Use], last: dict[str, Use]) -> list[str]:

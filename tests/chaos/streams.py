@@ -26,8 +26,11 @@ come back where other programs use the machine."""
 _FAMILY_TOKENS = 320
 _FAMILIES = 8
 PATIENCE_S = 25.0
-"""An error of a stream that had begun is right only after such a time without a token: a request
+"""An error of a stream that had begun is right only after such a time without progress: a request
 waits 30 s for an instance of the role that it lacks."""
+_TOGETHER_S = 0.5
+"""Tokens of decode come closer together than this. A token alone comes from one more prefill. It is
+no progress, since its decode failed again."""
 
 
 class Outcomes:
@@ -149,7 +152,7 @@ class Load:
             out.errors[one.error] += 1
         else:
             how = one.error or one.broke or f"ended with finish_reason {one.finish}"
-            when = f", {one.error_after_s:.0f} s after its last token" if one.error else ""
+            when = f", {one.error_after_s:.0f} s after its last progress" if one.error else ""
             out.wrong.append(f"a stream of {one.count} tokens of {len(one.wanted)}: {how}{when}")
 
 
@@ -167,8 +170,10 @@ class Checked:
         self.ended = False
         self.longest_silence_s = 0.0
         self._last_s = 0.0
+        self._moved_s = 0.0
+        """When a token came that shows progress."""
         self.error_after_s = 0.0
-        """The time from the last token to the error."""
+        """The time from the last progress to the error."""
 
     @property
     def whole(self) -> bool:
@@ -188,7 +193,7 @@ class Checked:
         event = msgspec.json.decode(data)
         if "error" in event:
             self.error = event["error"]["message"]
-            self.error_after_s = time.monotonic() - self._last_s
+            self.error_after_s = time.monotonic() - self._moved_s
             return False
         before = self.count
         for choice in event["choices"]:
@@ -199,6 +204,8 @@ class Checked:
             self.count += len(tokens)
             if tokens:
                 now_s = time.monotonic()
+                if not self._last_s or now_s < self._last_s + _TOGETHER_S:
+                    self._moved_s = now_s
                 if self._last_s:
                     self.longest_silence_s = max(self.longest_silence_s, now_s - self._last_s)
                 self._last_s = now_s

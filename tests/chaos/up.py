@@ -7,7 +7,11 @@ Run as a program: the first argument is JSON, {"gateway": {worker: URL of the ga
 from __future__ import annotations
 
 import json
+import os
+import signal
 import sys
+import threading
+import time
 
 import msgspec
 
@@ -34,7 +38,15 @@ def through_proxies(
     return children
 
 
+def end_with(parent: int) -> None:
+    """Stop the cluster if the harness has been killed."""
+    while os.getppid() == parent:
+        time.sleep(1)
+    os.kill(os.getpid(), signal.SIGINT)
+
+
 if __name__ == "__main__":
+    threading.Thread(target=end_with, args=(os.getppid(),), daemon=True).start()
     plan = json.loads(sys.argv.pop(1))
     program.cluster = lambda *args: through_proxies(plan, *args)
     main()
