@@ -75,18 +75,18 @@ def plainest(
 ) -> tuple[InstanceId, bool]:
     """The decode instance if prefill is elsewhere, by the docstring of choose_decode."""
     free = [v for v in views if v.has_slot(context)] or views
-    rows = [(v.tbt_us(context), v.decodes, at, v) for at, v in enumerate(free)]
+    rows = [(v.tbt_us(context), v.decodes, v.used, at, v) for at, v in enumerate(free)]
     good = []
     for row in rows:
-        goals = [goal for goal in (goal_us, row[3].strictest_us()) if goal is not None]
+        goals = [goal for goal in (goal_us, row[4].strictest_us()) if goal is not None]
         if all(row[0] <= goal for goal in goals):
             good.append(row)
     left = good or rows
-    best = min(left, key=lambda row: row[:3])
-    near = [row for row in left if row[3].info.rack == rack and row[0] <= best[0] * 1.02]
-    if rack and best[3].info.rack != rack and near:
-        best = near[0]
-    return best[3].info.id, bool(good)
+    best = min(left, key=lambda row: row[:4])
+    near = [row for row in left if row[4].info.rack == rack and row[0] <= best[0] * 1.02]
+    if rack and best[4].info.rack != rack and near:
+        best = min(near, key=lambda row: row[1:4])
+    return best[4].info.id, bool(good)
 
 
 @given(

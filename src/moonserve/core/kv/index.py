@@ -272,7 +272,12 @@ class PrefixIndex:
             self._drop(it, epoch + 1)
 
     def touch(self, keys: Sequence[Hashable]) -> None:
-        """A request was placed by the chain `keys`: evict others before what is held of it."""
+        """A request was placed by the chain `keys`: evict others before what is held of it.
+
+        As long as the index is less than half full, nothing is noted.
+        """
+        if 2 * self.entries < self.max_entries:
+            return
         at = 0
         while at < len(keys) and (piece := self._where.get(keys[at])) is not None:
             piece.used = True

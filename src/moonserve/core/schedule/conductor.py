@@ -403,7 +403,6 @@ class Conductor:
             for share in life.shares:
                 self._state = self._state.assigned(share.instance, now_us, share.work_us)
         self.index.touch(life.keys)
-        self.view.use(*[share.instance for share in life.shares], decision.decode)
         self._promise_prefix(life, decision, infos[0])
         decode = self.view.instances[decision.decode]
         lag_us = decision.predicted_ttft_us - decision.waited_us
@@ -519,8 +518,7 @@ class Conductor:
                 self._decode_nowhere(life, now_us)
                 return
             goal_us = self._objectives.own(request).tbt_us
-            able_now = preferred(able, life.failed)
-            view, _ = choose_decode(context, able_now, goal_us, held=self.index.blocks)
+            view, _ = choose_decode(context, preferred(able, life.failed), goal_us)
         if self._held.pop(request.id, None) is None:
             self.errors.tbt.add(decision.predicted_tbt_us, view.tbt_now_us(context))
         # Later attempts are never refused: the client may already have tokens.
@@ -534,7 +532,6 @@ class Conductor:
                 return
         if view.info.id != decision.decode:
             self._unreserve(life, now_us)
-            self.view.use(view.info.id)
         # Promise once more: the view may be another instance, or a restarted one without our
         # promise.
         self._promise_decode(life, view, now_us, 0, view.tbt_now_us(context))

@@ -198,6 +198,14 @@ def _best(options: Options, scores: Sequence[float], policy: Policy, held: Held)
     3. The longest prefix of its own: the fewest blocks are stored a second time.
     4. The instance that was not used for the longest time, then the first id.
     """
+    best = limit = min(scores)
+    first = scores.index(best)
+    view = options.views[first]
+    if policy.times and view.cost.error:
+        limit += view.cost.error * (options.transfer_us[first] + options.compute_us[first])
+    rows = [row for row, score in enumerate(scores) if score <= limit]
+    if len(rows) == 1 and not view.store_blocks:
+        return first
     views = options.views
     blocks = options.ask.length // options.block_size
     there = options.local if policy.copies else options.reused
@@ -205,24 +213,25 @@ def _best(options: Options, scores: Sequence[float], policy: Policy, held: Held)
     def needs(row: int) -> int:
         return evicted(views[row], blocks - there[row], held)
 
-    def price(row: int) -> tuple[int, int, int, int]:
-        return options.decodes[row], needs(row), -options.local[row], views[row].used
-
-    best = limit = min(scores)
-    spared_us = 0.0
-    first = scores.index(best)
-    if policy.times:
-        compute_us = options.compute_us[first]
-        limit += views[first].cost.error * (options.transfer_us[first] + compute_us)
-        spared_us = SPARED * needs(first) * compute_us / max(1, blocks - options.reused[first])
-    rows = [row for row, score in enumerate(scores) if score <= limit]
-    if spared_us:
+    if policy.times and (count := needs(first)):
+        again_us = count * options.compute_us[first] / max(1, blocks - options.reused[first])
+        spared = best + SPARED * again_us
         rows += [
             row
             for row, score in enumerate(scores)
-            if limit < score <= best + spared_us and there[row] <= there[first] and not needs(row)
+            if limit < score <= spared and there[row] <= there[first] and not needs(row)
         ]
-    return min(rows, key=price) if len(rows) > 1 else first
+    if len(rows) == 1:
+        return first
+    local = options.local
+    if view.store_blocks or any(local[row] for row in rows):
+        decodes = options.decodes
+        return min(
+            rows,
+            key=lambda row: (decodes[row], needs(row), -local[row], views[row].used, row),
+        )
+    orders = [views[row].order for row in rows]
+    return rows[orders.index(min(orders))]
 
 
 def _share(
@@ -279,7 +288,7 @@ def _choose_decode(
     goal_us = slo.tbt_us
     if policy.late and goal_us is not None:
         goal_us = round(goal_us * _tbt_share(ask.waited_us, slo, tuning))
-    view, meets = choose_decode(context, decodes, goal_us, near, policy.late, field.held)
+    view, meets = choose_decode(context, decodes, goal_us, near, leaves=policy.late)
     if ask.decode_load is None or _is_refused(ask, prefill):
         return _Decode(view, meets, view.tbt_us(ask.length), view.tbt_us(context))
     ends_us = now_us + prefill.ttft_us

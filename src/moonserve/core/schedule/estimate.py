@@ -13,6 +13,7 @@ the balancing condition backwards, this follows the algorithm.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from operator import attrgetter
 from typing import Literal, Protocol, TypeAlias, overload
 
 import msgspec
@@ -290,6 +291,7 @@ def source(match: Match, own: SegmentId | None) -> SegmentId | None:
     return min((holder for holder, length in runs.items() if length == longest), default=None)
 
 
+_ORDER = attrgetter("order")
 _TRIED = 4
 """Decode instances, those with the fewest promises, whose load over time is looked at."""
 _NEAR = 1.02
@@ -310,12 +312,10 @@ def choose_decode(
     goal_us: Micros | None = None,
     near: InstanceView | None = None,
     leaves: bool = False,
-    held: Held = _nothing,
 ) -> tuple[InstanceView, bool]:
     """The instance for a request of this context, and whether all its members then meet their TBT.
 
     near: the prefill instance, where the KV is already. leaves: whether the request may leave it.
-    held: how full the stores are.
 
     1. `near`, if it decodes and has a slot, or if no instance has one. With `leaves`, only if it
        meets every objective.
@@ -323,9 +323,9 @@ def choose_decode(
     3. Of these, those that break no objective; all of these, if each breaks one.
     4. The lowest predicted TBT after joining.
     5. Ties: an instance of near's rack wins, also if its TBT is up to 2 % above the lowest
-       (_NEAR). Else the fewest members win, then a store that is not full, then the instance that
-       was not used for the longest time, then the first; `near` counts as the first. TBTs that
-       differ by no more than a fitted prediction errs are a tie too.
+       (_NEAR). Else the fewest members win, then the instance that was not used for the longest
+       time, then the first; `near` counts as the first. TBTs that differ by no more than a fitted
+       prediction errs are a tie too.
     """
     home = near if near is not None and near in views else None
     if home is not None and (home.has_slot(context) or not any(v.has_slot(context) for v in views)):
@@ -335,7 +335,7 @@ def choose_decode(
         views = [home, *views]
     free = [view for view in views if view.room_tokens >= context] or views
     tbts = tbts_us(free, context)
-    tbt_us, best = _lowest(tbts, free, held)
+    tbt_us, best = _lowest(tbts, free)
     meets = meets_goals(best, tbt_us, goal_us)
     rack = near.info.rack if near is not None else ""
     if not meets or (rack and best.info.rack != rack):  # then all must be looked at
@@ -343,10 +343,10 @@ def choose_decode(
         met = [(us, view) for us, view in rows if meets_goals(view, us, goal_us)]
         meets = bool(met)
         rows = met or rows
-        tbt_us, best = _lowest([us for us, _ in rows], [view for _, view in rows], held)
+        tbt_us, best = _lowest([us for us, _ in rows], [view for _, view in rows])
         same = [view for us, view in rows if view.info.rack == rack and us <= tbt_us * _NEAR]
         if rack and best.info.rack != rack and same:
-            best = _of_equals(same, held)
+            best = min(same, key=_ORDER)
     return best, meets
 
 
@@ -386,19 +386,13 @@ def meets_goals(view: InstanceView, tbt_us: Micros, goal_us: Micros | None) -> b
     )
 
 
-def _lowest(
-    tbts: Sequence[Micros], views: Sequence[InstanceView], held: Held
-) -> tuple[Micros, InstanceView]:
+def _lowest(tbts: Sequence[Micros], views: Sequence[InstanceView]) -> tuple[Micros, InstanceView]:
     """The lowest predicted TBT, or one as low as predictions can tell, and its instance."""
     lowest_us = min(tbts)
-    limit_us = lowest_us * (1 + views[tbts.index(lowest_us)].cost.error)
-    rows = {view: us for view, us in zip(views, tbts, strict=True) if us <= limit_us}
-    best = _of_equals(list(rows), held)
-    return rows[best], best
-
-
-def _of_equals(views: Sequence[InstanceView], held: Held) -> InstanceView:
-    """Of decode instances with the same TBT: see choose_decode."""
-    if len(views) == 1:
-        return views[0]
-    return min(views, key=lambda view: (view.decodes, evicted(view, 1, held), view.used))
+    error = views[tbts.index(lowest_us)].cost.error
+    if not error:
+        near = [view for view, us in zip(views, tbts, strict=True) if us == lowest_us]
+        return lowest_us, min(near, key=_ORDER)
+    limit_us = lowest_us * (1 + error)
+    best = min([v for v, us in zip(views, tbts, strict=True) if us <= limit_us], key=_ORDER)
+    return tbts[views.index(best)], best

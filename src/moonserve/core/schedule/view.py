@@ -8,6 +8,7 @@ a decision looks at every instance.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from itertools import count
 
 import msgspec
 
@@ -81,8 +82,10 @@ class InstanceView:
         size = info.block_bytes
         self.store_blocks = info.segment_bytes // size if size else 0
         """Blocks for which its segment has room; 0: it has none, or no bound."""
+        self.turns = count(1)
+        """Numbers that all instances of a ClusterView take in turn."""
         self.used = 0
-        """The number of the last placement that chose it; 0: none has."""
+        """The number that it took when something was promised here last; 0: nothing was."""
         # Load that this Conductor did not send here.
         self.external = NO_LOAD
         """All of it: what the engine counts, and what other gateways have promised."""
@@ -132,6 +135,8 @@ class InstanceView:
         """The context of all of them but that one."""
         self.room_tokens: Tokens = 0
         """The most context that one more decode may have; below zero without a free slot."""
+        self.order = 0
+        """Of equal instances the lowest is next: the fewest decodes, then the least lately used."""
         self._strictest_us: Micros | None = None
         self._count_decodes()
 
@@ -148,6 +153,7 @@ class InstanceView:
         assert self.takes_prefill == (len(queue) + self._peers.promised.waiting < limit)
         contexts = self._decoding
         assert self.decodes == len(contexts)
+        assert self.order == (self.decodes << 64) + self.used
         assert self.context == sum(contexts.values())
         assert self.takes_decode == (len(contexts) + self._peers.promised.running < limit)
         assert self.joined_seqs == len(contexts) + self.external.running + 1
@@ -223,6 +229,7 @@ class InstanceView:
         tokens: prompt tokens to compute; cached: prompt tokens before them.
         """
         assert request not in self._queue
+        self.use()
         if self._queue:
             self.behind_us += work_us
             self.idle_us += work_us
@@ -231,6 +238,11 @@ class InstanceView:
         self._usual_us += (work_us - self._usual_us) * (0.1 if self._usual_us else 1.0)
         self._queue[request] = (work_us, tokens, tokens + cached)
         self._promise(work_us, tokens, tokens + cached)
+
+    def use(self) -> None:
+        """It was chosen: of equal instances, others are next."""
+        self.used = next(self.turns)
+        self.order = (self.decodes << 64) + self.used
 
     def end_prefill(self, request: RequestId, now_us: Micros) -> None:
         """The promise is over, kept or not; unknown requests are no error."""
@@ -286,6 +298,7 @@ class InstanceView:
         tbt_goal_us: its own objective for the time between tokens; residency: when it begins and
         how long it is expected to last.
         """
+        self.use()
         self.residencies.promise(request, residency or Residency(context))
         self.context += context - self._decoding.get(request, 0)
         self._decoding[request] = context
@@ -312,6 +325,7 @@ class InstanceView:
 
     def _count_decodes(self) -> None:
         self.decodes = len(self._decoding)
+        self.order = (self.decodes << 64) + self.used
         self.takes_decode = self.decodes + self._peers.promised.running < self.info.max_requests
         self.joined_seqs = self.decodes + self.external.running + 1
         self.joined_context = self.context + self.external.context
@@ -376,7 +390,7 @@ class ClusterView:
 
     def __init__(self) -> None:
         self.instances: dict[InstanceId, InstanceView] = {}
-        self._placements = 0
+        self._turns = count(1)
         self.version = 0
         """Changes whenever an instance was added or removed."""
         self._by_role: dict[tuple[str, str], list[InstanceView]] = {}
@@ -402,11 +416,10 @@ class ClusterView:
                 self.doubts[view.info.segment] = view.trust.share
 
     def use(self, *instances: InstanceId) -> None:
-        """These were chosen for a request: of equal instances, others are next."""
-        self._placements += 1
+        """These were chosen, but nothing is promised: of equal instances, others are next."""
         for instance in instances:
             if instance in self.instances:
-                self.instances[instance].used = self._placements
+                self.instances[instance].use()
 
     def take_promises(self, gateway: str, promises: Sequence[Promises], now_us: Micros) -> None:
         """Take in all that another gateway has promised by now; empty: nothing, or it is gone."""
@@ -436,6 +449,7 @@ class ClusterView:
             if other.kind.is_like(view.kind):
                 view.kind = other.kind
                 break
+        view.turns = self._turns
         self.instances[view.info.id] = view
         self.instances = dict(sorted(self.instances.items()))
         self._update_peers(view.info.id, view.heard_us)
