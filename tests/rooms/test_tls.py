@@ -16,7 +16,8 @@ import pytest
 from cryptography import x509
 
 from moonserve.core.errors import ConfigError
-from moonserve.live.http import server as http_server
+from moonserve.live.external.spec import InstanceSpec, normal
+from moonserve.live.http import handshakes
 from moonserve.live.http.client import HttpClient, UpstreamError
 from moonserve.live.http.message import HttpRequest, Response
 from moonserve.live.http.server import App, serve
@@ -238,7 +239,7 @@ def test_a_silent_handshake_ends(folder: Path, monkeypatch: pytest.MonkeyPatch) 
     """A peer that connects and is silent is dropped, at either end."""
 
     async def main() -> None:
-        monkeypatch.setattr(http_server, "HANDSHAKE_S", 0.1)
+        monkeypatch.setattr(handshakes, "HANDSHAKE_S", 0.1)
         monkeypatch.setattr("moonserve.live.http.client.HANDSHAKE_S", 0.1)
         async with listening(tls_of(folder, "gateway")) as port:
             reader, writer = await asyncio.open_connection("127.0.0.1", int(port))
@@ -254,6 +255,45 @@ def test_a_silent_handshake_ends(folder: Path, monkeypatch: pytest.MonkeyPatch) 
         silent.close()
 
     asyncio.run(asyncio.wait_for(main(), 30))
+
+
+def test_silent_handshakes_hold_up_nobody(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The oldest of too many handshakes is dropped; a member is served meanwhile."""
+    monkeypatch.setattr(handshakes, "_MOST_OF_ONE", 5)
+
+    async def main() -> None:
+        async with listening(tls_of(folder, "gateway")) as port:
+            silent = [await asyncio.open_connection("127.0.0.1", int(port)) for _ in range(20)]
+            for reader, _ in silent[:15]:
+                assert await reader.read() == b""
+            trust = tls_of(folder, "worker").trust
+            assert await get(f"https://127.0.0.1:{port}/x", trust) == (200, b"hello")
+            for _, writer in silent:
+                writer.close()
+
+    asyncio.run(asyncio.wait_for(main(), 30))
+
+
+def test_the_log_has_the_reason_of_a_failed_handshake(
+    folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """No certificate, one of another authority, and no TLS at all: each gives a line."""
+
+    async def main() -> None:
+        init(tmp_path / "theirs")
+        foreign = tmp_path / "theirs" / "worker.crt", tmp_path / "theirs" / "worker.key"
+        async with listening(tls_of(folder, "gateway")) as port:
+            url = f"https://127.0.0.1:{port}/x"
+            await error_of(url, trusting(str(folder / "ca.crt")))
+            await error_of(url, Tls(TlsFiles(*foreign, folder / "ca.crt")).trust)
+            await error_of(url.replace("https", "http"), trusting(""))
+            while len(caplog.messages) < 3:
+                await asyncio.sleep(0.01)
+
+    asyncio.run(asyncio.wait_for(main(), 30))
+    assert caplog.messages[0].startswith("127.0.0.1: TLS handshake failed: it has shown no cert")
+    assert "its certificate is not accepted: " in caplog.messages[1]
+    assert caplog.messages[2].endswith("it must use https://")
 
 
 async def serial_of(port: str, ca: Path) -> int:
@@ -284,8 +324,9 @@ def test_changed_files_are_used_without_a_restart(
             with caplog.at_level(logging.ERROR):
                 for _ in range(3):
                     assert await serial_of(port, folder / "ca.crt") == new
-            assert len(caplog.messages) == 1
-            assert "the old ones stay in use: tls_cert: cannot use" in caplog.messages[0]
+            errors = [it.getMessage() for it in caplog.records if it.levelno == logging.ERROR]
+            assert len(errors) == 1
+            assert "the old ones stay in use: tls_cert: cannot use" in errors[0]
             os.unlink(folder / "gateway.key")
             assert await get(url, worker.trust) == (200, b"hello")
             init(folder, force=True)  # a new authority: both ends follow it
@@ -293,3 +334,12 @@ def test_changed_files_are_used_without_a_restart(
             assert await serial_of(port, folder / "ca.crt") not in (old, new)
 
     asyncio.run(asyncio.wait_for(main(), 30))
+
+
+def test_engines_may_have_https_urls(folder: Path) -> None:
+    """An https:// URL is an engine's address like any other, with a port of its own kind."""
+    engine = InstanceSpec(name="e", url="https://engine.example").checked()
+    assert engine.place() == "https://engine.example:443"
+    assert normal("http://engine.example/") == "http://engine.example:80"
+    with pytest.raises(ConfigError, match="url: 'ftp://e' is no address"):
+        InstanceSpec(name="e", url="ftp://e").checked()

@@ -35,6 +35,7 @@ from moonserve.core.errors import (
     Overloaded,
 )
 from moonserve.core.units import Bytes
+from moonserve.live.http.handshakes import TlsListener, listen
 from moonserve.live.http.message import (
     HttpRequest,
     MethodNotAllowed,
@@ -44,7 +45,6 @@ from moonserve.live.http.message import (
 )
 from moonserve.live.http.places import PlaceLimits, Places
 from moonserve.live.http.switch import Switch
-from moonserve.live.tls.contexts import HANDSHAKE_S
 
 log = logging.getLogger(__name__)
 
@@ -762,7 +762,7 @@ class App:
 class Server:
     """A listening server; made by `serve`."""
 
-    def __init__(self, connections: Connections, listener: asyncio.Server) -> None:
+    def __init__(self, connections: Connections, listener: asyncio.Server | TlsListener) -> None:
         self._connections = connections
         self._listener = listener
         self.port: int = listener.sockets[0].getsockname()[1]
@@ -822,15 +822,15 @@ async def serve(
     connections = Connections(app)
     loop = asyncio.get_running_loop()
     try:
-        listener = await loop.create_server(
-            lambda: Accepted(connections),
-            host,
-            port,
-            backlog=2048,
-            reuse_port=shared or None,
-            ssl=tls,
-            ssl_handshake_timeout=HANDSHAKE_S if tls else None,
-        )
+        listener: asyncio.Server | TlsListener
+        if tls is not None:
+            listener = await listen(
+                tls, host, port, lambda: Accepted(connections), address_of, shared=shared
+            )
+        else:
+            listener = await loop.create_server(
+                lambda: Accepted(connections), host, port, backlog=2048, reuse_port=shared or None
+            )
     except OSError as error:
         raise bind_error(error, host, port, setting) from None
     return Server(connections, listener)
