@@ -11,7 +11,7 @@ from pathlib import Path
 from threading import Barrier
 from typing import Any
 from urllib.error import HTTPError
-from urllib.request import urlopen
+from urllib.request import Request, urlopen
 
 import pytest
 
@@ -79,6 +79,10 @@ def test_two_fronts_serve_and_what_they_say_is_of_both(up: Up) -> None:
         assert counted["moonserve_good_requests_total"] == 304
         assert counted["moonserve_in_flight"] == 0
         assert up.get("/api/stats")["placed"] == 304
+    assert counted["moonserve_connections"] >= 1
+    for path in ("/health", "/ready", "/metrics", "/v1/models"):
+        with urlopen(Request(up.url + path, method="HEAD"), timeout=10) as reply:
+            assert (reply.status, reply.read()) == (200, b"")
 
 
 def _cpu(pid: int) -> int:

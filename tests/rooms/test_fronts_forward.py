@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import pytest
 
-from moonserve.core.errors import BadRequest
+from moonserve.core.errors import BadRequest, Unauthorized
 from moonserve.live.fronts.forward import Forward
 from moonserve.live.http.client import HttpClient, UpstreamError
 from moonserve.live.http.message import HttpRequest, Response, StreamingResponse
@@ -149,6 +149,43 @@ def test_head_through_a_front_has_gets_headers_and_no_body(path: str) -> None:
         assert "content-length" in heads[0][1] or path != "/short"
         for one in (client, forward):
             await one.close()
+        for server in (here, there):
+            await server.stop(0)
+
+    asyncio.run(asyncio.wait_for(test(), 30))
+
+
+def test_a_front_looks_at_the_token_before_it_takes_a_body() -> None:
+    """Without the token a request is refused by its head; the Conductor's process sees nothing."""
+    seen: list[HttpRequest] = []
+    taken: list[HttpRequest] = []
+
+    class Gate:
+        def admit(self, request: HttpRequest) -> None:
+            seen.append(request)
+            raise Unauthorized("no token", "authorization")
+
+    async def join(request: HttpRequest) -> Response:
+        taken.append(request)
+        return Response()
+
+    async def test() -> None:
+        there = await serve(App({("POST", "/internal/join"): join}), "127.0.0.1", 0)
+        conductor: Any = SimpleNamespace(url=f"http://127.0.0.1:{there.port}")
+        forward = Forward(conductor)
+        limits = {"/internal/": 64 << 20}
+        app = App({}, fallback=cast(Any, forward), gate=Gate(), body_limits=limits)
+        here = await serve(app, "127.0.0.1", 0)
+        reader, writer = await asyncio.open_connection("127.0.0.1", here.port)
+        writer.write(b"POST /internal/join HTTP/1.1\r\nhost: a\r\ncontent-length: 60000000\r\n\r\n")
+        assert (await reader.readline()).startswith(b"HTTP/1.1 401 ")
+        writer.write(bytes(8 << 20))
+        await writer.drain()
+        await asyncio.sleep(0.05)
+        assert sum(len(chunk) for chunk in seen[0]._chunks) <= 1 << 20
+        assert not taken
+        writer.close()
+        await forward.close()
         for server in (here, there):
             await server.stop(0)
 

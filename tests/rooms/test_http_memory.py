@@ -9,6 +9,7 @@ import asyncio
 import gc
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, suppress
+from pathlib import Path
 
 import pytest
 
@@ -19,6 +20,8 @@ from moonserve.live.http.message import HttpRequest, Response, StreamingResponse
 from moonserve.live.http.server import App, Server, serve
 from moonserve.live.http.switch import Switch
 from moonserve.live.rpc.connection import RpcConnection
+from moonserve.live.tls.authority import init
+from tests.support.certificates import tls_of
 from tests.support.loops import both_loops  # noqa: F401 - autouse
 
 HEAD = b"POST /echo HTTP/1.1\r\nhost: a\r\ncontent-length: %d\r\n\r\n"
@@ -287,6 +290,44 @@ def test_an_rpc_connection_is_no_cycle(ending: str) -> None:
                 del rpc
                 await client.close()
             assert await cycles() == []
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("ending", ["whole", "left", "in part"])
+def test_a_tls_connection_is_no_cycle(ending: str, tmp_path: Path) -> None:
+    """Both ends of a connection by TLS are free when it has ended."""
+    init(tmp_path / "ours")
+    tls = tls_of(tmp_path / "ours", "gateway")
+
+    async def main() -> None:
+        async with asyncio.timeout(20):
+            server = await serve(Site().app, "127.0.0.1", 0, tls=tls.listener("none"))
+            url = f"https://127.0.0.1:{server.port}"
+            for _ in range(3):
+                client = HttpClient(tls.trust)
+                if ending == "whole":
+                    await client.request("POST", url + "/echo", body=b"hi", timeout_s=5)
+                elif ending == "left":
+                    async with client.stream(
+                        "POST", url + "/stream", body=b"hi", timeout_s=5, idle_timeout_s=5
+                    ) as reply:
+                        await anext(reply)
+                else:
+                    _, writer = await asyncio.open_connection(
+                        "127.0.0.1", server.port, ssl=tls.trust.context()
+                    )
+                    writer.write(HEAD % 9_000 + bytes(100))
+                    await writer.drain()
+                    await asyncio.sleep(0.02)
+                    writer.close()
+                    del writer
+                await client.close()
+                del client
+            while server._connections.open or server._connections.tasks:
+                await asyncio.sleep(0.01)
+            assert await cycles() == []
+            await server.stop(0)
 
     asyncio.run(main())
 

@@ -58,6 +58,7 @@ class Rig:
                 ("POST", "/wait"): self.wait,
                 ("POST", "/late"): self.late,
                 ("POST", "/stream"): self.stream,
+                ("POST", "/soon"): self.soon,
                 ("GET", "/flood"): self.flood,
                 ("GET", "/big"): self.big,
                 ("GET", "/breaks"): self.breaks,
@@ -76,6 +77,10 @@ class Rig:
         self.seen = request.headers
         self.address = request.address
         return Response(body=b"hello", content_type="text/plain")
+
+    async def soon(self, request: HttpRequest) -> Response:
+        await request.soon()
+        return Response(body=b"on its way" if request.unread() else await request.body())
 
     async def big(self, request: HttpRequest) -> Response:
         self.begun += 1
@@ -439,6 +444,23 @@ def test_a_body_that_comes_slowly_enough_is_served() -> None:
         writer.close()
 
     run(use, body_grace_s=0.1)
+
+
+@pytest.mark.parametrize(
+    ("size", "reply"), [(2, b"hi"), (3, b"on its way"), (1 << 20, b"on its way")]
+)
+def test_a_small_body_comes_just_behind_its_head(size: int, reply: bytes) -> None:
+    """A handler can wait a moment for it, before it counts a body that is on its way."""
+
+    async def use(rig: Rig, server: Server, url: str) -> None:
+        head = b"POST /soon HTTP/1.1\r\nhost: a\r\ncontent-length: %d\r\n\r\n"
+        reader, writer = await raw(server, head % size)
+        await asyncio.sleep(0.02)
+        writer.write(b"hi" if size < 9 else bytes(size // 2))
+        assert await replies(reader, 1) == [reply]
+        writer.close()
+
+    run(use)
 
 
 @pytest.mark.parametrize("coding", ["gzip", "deflate", "br", "gzip, gzip", "GZIP"])

@@ -128,6 +128,7 @@ class Front:
         def leave() -> None:
             self._limiter.leave(http, party)
 
+        await http.soon()  # a small body that comes just behind its head is not on its way
         with self._limiter.body(http, party):
             body = await http.body()
             self._limiter.enter(party)

@@ -13,6 +13,7 @@ import math
 import re
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from types import MappingProxyType
 from typing import Any, Protocol, TypeVar
 from urllib.parse import parse_qsl
@@ -46,6 +47,7 @@ _NUMBERS = itertools.count()
 _REQUEST_ID = re.compile(r"(?!\.\.?\Z)[A-Za-z0-9._:@-]{1,128}")
 _UNREAD_BYTES: Bytes = 64 << 10
 """The most bytes of a body that are received before a handler reads it."""
+_SOON_S = 0.1
 _LEAST_BYTES_PER_S = 4_096
 """The least rate of a body, so that bodies that never come hold their places for seconds only."""
 _NOBODY_RETRY_S = "2"
@@ -295,6 +297,18 @@ class HttpRequest:
         chunks = self._chunks
         self._chunks = []
         return chunks[0] if len(chunks) == 1 else b"".join(chunks)
+
+    async def soon(self) -> None:
+        """Return when the body is whole or large, at the latest after a moment.
+
+        Many clients send a small body just after its head. For them this is no wait for a client.
+        """
+        if self._complete or "expect" in self.headers:
+            return
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_SOON_S):
+                while not self._complete and self._size < _UNREAD_BYTES:
+                    await self._more()
 
     async def _arrived(self, limit: Bytes) -> None:
         """Return when the body is whole, or larger than `limit`. Raises BodyTooSlow."""

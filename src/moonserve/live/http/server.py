@@ -18,13 +18,15 @@ import logging
 import ssl
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from email.utils import formatdate
 from http import HTTPStatus
 from typing import Protocol, TypeAlias, cast
 from urllib.parse import unquote_to_bytes
 
 import httptools
+from prometheus_client import Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from moonserve.core.errors import (
@@ -767,6 +769,17 @@ class Server:
         self._listener = listener
         self.port: int = listener.sockets[0].getsockname()[1]
         """The port it listens on, also if the caller asked for port 0."""
+
+    def metrics(self) -> Iterable[Metric]:
+        """The connections that are open, and those that were refused, for /metrics."""
+        places = self._connections.places
+        yield GaugeMetricFamily("moonserve_connections", "Clients' open connections", places.count)
+        yield GaugeMetricFamily("moonserve_connections_limit", "Most connections", places.most)
+        yield CounterMetricFamily(
+            "moonserve_connections_refused",
+            "Connections closed for want of a place",
+            places.refused,
+        )
 
     async def stop(self, drain_s: float) -> None:
         """Refuse new requests, let running ones finish for `drain_s`, then cut them.

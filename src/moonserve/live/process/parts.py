@@ -13,6 +13,7 @@ from moonserve.core.units import Bytes
 from moonserve.live.access.guard import Guard
 from moonserve.live.api.front import Front
 from moonserve.live.control.config import GatewayConfig
+from moonserve.live.control.views import Figures
 from moonserve.live.http.client import HttpClient
 from moonserve.live.http.places import PlaceLimits
 from moonserve.live.http.server import App, Handler, ProcessPart, Routes, Server, serve
@@ -82,6 +83,8 @@ class Process:
             config = self._config
             tls = config.tls.listener(config.tls_client_auth) if config.tls else None
             self._server = await serve(app, config.host, config.port, shared=shared, tls=tls)
+            if self._front is not None:
+                self._front.metrics.registry.register(Figures(self._server.metrics))
             for part in self._parts:
                 await part.start(self._server.port)
         except BaseException:
