@@ -242,7 +242,7 @@ PLANS = {
     "messages": Plan(messages),
     "pipelined": Plan(pipelined),
     "internal-bodies": Plan(internal_bodies, ("--workers", "2")),
-    "streams": Plan(streams),
+    "streams": Plan(streams, ("--profile", "h800")),
     "long-texts": Plan(long_texts, (), LONG),
 }
 

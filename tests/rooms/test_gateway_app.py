@@ -1044,6 +1044,38 @@ def test_long_prompts_are_tokenised_off_the_loop() -> None:
     run(use)
 
 
+def test_a_body_of_structure_is_refused_and_one_of_text_is_not() -> None:
+    """Some MiB of brackets are refused before they are decoded; as much text is decoded."""
+
+    async def use(rig: Rig) -> None:
+        brackets = b'{"model":"m","prompt":[%b]}' % b",".join([b"[]"] * 6_000_000)
+        reply = await rig.post(TEXT, brackets)
+        error = json.loads(reply.body)["error"]
+        assert (reply.status, "outside strings" in error["message"]) == (400, True)
+        text = await rig.post(CHAT, {**HI, "user": "[],{" * 5_000_000})
+        assert text.status == 200
+
+    run(use, max_body_bytes=32 << 20)
+
+
+def test_clients_take_turns_at_the_metrics() -> None:
+    """A client that asks for /metrics all the time does not keep others from it."""
+
+    async def use(rig: Rig) -> None:
+        asked = b"GET /metrics HTTP/1.1\r\nhost: m\r\n\r\n"
+        flood = [await _send(rig, asked * 5) for _ in range(4)]
+        other = await _send(rig, asked, "127.0.0.2")
+        assert await _status(other) == (200, "")
+        rendering = rig.gateway._limiter._rendering
+        async with asyncio.timeout(5):
+            while rendering._taken:
+                await asyncio.sleep(0.001)
+        for _, writer in [*flood, other]:
+            writer.close()
+
+    run(use)
+
+
 def test_models_ready() -> None:
     """Models are listed with their context; /ready depends on whether any model is alive."""
 

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import tracemalloc
 from collections.abc import Callable
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from moonserve.core.errors import BadRequest
 from moonserve.live.drive import prompt_info
 from moonserve.live.openai import request as openai
+from moonserve.live.openai import structure
 from moonserve.live.openai.external import ExternalRequest
 
 SIZE = 1 << 20
@@ -103,6 +107,26 @@ def test_no_prompt_for_engines_makes_many_objects(prompt: bytes) -> None:
     if prompt_info._begins_with_ids(prompt) and prompt.count(b",") > MAX_IDS:
         return  # it is not decoded at all
     assert _peak(lambda: prompt_info._only_ids(prompt)) < SIZE
+
+
+PIECES = st.lists(st.sampled_from(['"', "\\", ",", "[", "é", "x" * 100, "\n"]), max_size=60)
+
+
+@given(st.lists(PIECES.map("".join), max_size=8), st.integers(1, 40))
+def test_structure_is_what_is_outside_strings(texts: list[str], size: int) -> None:
+    """However text is escaped and the body is cut, exactly the bytes outside strings count."""
+    body = json.dumps(texts, ensure_ascii=False).encode()
+    count = len(json.dumps([""] * len(texts))) - 2 * len(texts)
+
+    async def main() -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(structure, "_PIECE_BYTES", size)
+            await structure.check_structure(body, count)
+            if count:
+                with pytest.raises(BadRequest, match="outside strings"):
+                    await structure.check_structure(body, count - 1)
+
+    asyncio.run(main())
 
 
 def test_a_prompt_of_token_ids_is_read() -> None:

@@ -15,7 +15,7 @@ import msgspec
 from moonserve.core.errors import NobodyAlive
 from moonserve.core.units import Tokens
 from moonserve.live.api.exchange import Exchange
-from moonserve.live.api.limiter import Limiter, Limits, party_of
+from moonserve.live.api.limiter import SMALL_BODY_BYTES, Limiter, Limits, party_of
 from moonserve.live.drive.metrics import RequestMetrics
 from moonserve.live.health import Health
 from moonserve.live.http.message import HttpRequest, Response, StreamingResponse, json_response
@@ -134,7 +134,9 @@ class Front:
             self._limiter.enter(party)
             try:
                 http.cancel_on_disconnect()
-                await self._limiter.decoding_turn(party, len(body))
+                if len(body) > SMALL_BODY_BYTES:
+                    longest = max((card.max_len for card in self._backend.cards()), default=0)
+                    await self._limiter.decoding_turn(party, body, longest)
                 exchange = await self._backend.exchange(
                     http, body, form, tenant, self._limiter, leave
                 )

@@ -17,7 +17,7 @@ import msgspec
 
 from moonserve.core.errors import MoonserveError, NobodyAlive, Overloaded
 from moonserve.core.shares import Party, Shares
-from moonserve.core.units import Bytes, RequestId
+from moonserve.core.units import Bytes, RequestId, Tokens
 from moonserve.live.drive.metrics import RequestMetrics
 from moonserve.live.http.message import (
     HttpRequest,
@@ -27,14 +27,21 @@ from moonserve.live.http.message import (
     json_response,
 )
 from moonserve.live.http.server import Handler
+from moonserve.live.openai.structure import check_structure
 from moonserve.live.turns import Turns
 
 SHUTTING_DOWN = "this gateway is shutting down"
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _CLIENT_GONE = 499
-_SMALL_BODY_BYTES: Bytes = 64 << 10
+SMALL_BODY_BYTES: Bytes = 64 << 10
+"""A body up to this size is decoded at once."""
 _DECODED_BYTES_PER_S: Bytes = 16 << 20
 """Of large bodies; to decode them takes an eighth of that time or less."""
+_STRUCTURE_BYTES: Bytes = 1 << 20
+_ID_BYTES: Bytes = 16
+"""Room for a token id in JSON, with its comma and spaces."""
+_PAUSES = 9
+"""After /metrics has been rendered, it is not rendered again for so many times as long."""
 _DIGITS = 19
 """A content-length of so many digits is over every limit."""
 
@@ -89,6 +96,7 @@ class Limiter:
         """Bodies on their way."""
         self._bodies_bytes = Shares()
         self._decoding = Turns()
+        self._rendering = Turns()
         self._left = asyncio.Event()
 
     def readiness(self, alive: Sequence[str], hindrance: str, lack: str) -> Response:
@@ -191,17 +199,17 @@ class Limiter:
             self._bodies.give(party)
             self._bodies_bytes.give(party, size)
 
-    async def decoding_turn(self, party: Party, size: Bytes) -> None:
-        """Return when a body of this size may be decoded, which stops all streams meanwhile.
+    async def decoding_turn(self, party: Party, body: bytes, longest: Tokens) -> None:
+        """Return when this body may be decoded, which stops all streams meanwhile.
 
-        Small bodies need no turn. After a large one the streams have the loop for themselves for a
-        while, and then another client's body is next.
+        It is for bodies over SMALL_BODY_BYTES. After one of them the streams have the loop for
+        themselves for a while, and then another client's body is next. longest: the longest context
+        of any model. Raises BadRequest if it would take too long to decode.
         """
-        if size <= _SMALL_BODY_BYTES:
-            return
-        await self._decoding.begin(party, size)
+        await self._decoding.begin(party, len(body))
         loop = asyncio.get_running_loop()
-        loop.call_later(size / _DECODED_BYTES_PER_S, self._decoding.end)
+        loop.call_later(len(body) / _DECODED_BYTES_PER_S, self._decoding.end)
+        await check_structure(body, _STRUCTURE_BYTES + _ID_BYTES * longest)
 
     def named(self, http: HttpRequest, taken: bool) -> RequestId:
         """The id of a request. taken: another request under way has the id that the client sent.
@@ -221,5 +229,11 @@ class Limiter:
         self._left.set()
 
     async def metrics_text(self, request: HttpRequest) -> Response:
-        """GET /metrics."""
-        return Response(body=self.metrics.text(), content_type=METRICS_TYPE)
+        """GET /metrics. Clients take turns, and most of the time belongs to other requests."""
+        await self._rendering.begin(party_of(request, ""), 1)
+        loop = asyncio.get_running_loop()
+        began_s = loop.time()
+        try:
+            return Response(body=self.metrics.text(), content_type=METRICS_TYPE)
+        finally:
+            loop.call_later(_PAUSES * (loop.time() - began_s), self._rendering.end)

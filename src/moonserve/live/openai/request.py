@@ -406,7 +406,7 @@ def _prompt(raw: bytes, max_ids: Tokens) -> str | list[str | int | list[int]]:
         except UNREADABLE as error:
             raise BadRequest(f"prompt: {error}", "prompt", "invalid_json") from None
     if first is not None:
-        if raw.count(b"[") > _OPENED:
+        if len(raw.split(b"[", _OPENED + 1)) > _OPENED + 1:
             raise _one_prompt()
         commas = raw.count(b",")
         if commas >= max_ids:
