@@ -67,9 +67,9 @@ async def streamed(site: Site, body: dict[str, Any], right: list[str]) -> str:
     return "cut" if failed else "whole"
 
 
-async def trouble(site: Site, rng: Random, engines: list[FakeVllm]) -> None:
-    """Faults, one after the other, until cancelled."""
-    while True:
+async def trouble(site: Site, rng: Random, engines: list[FakeVllm], calm: asyncio.Event) -> None:
+    """Faults, one after the other; the last restart ends before this does."""
+    while not calm.is_set():
         await asyncio.sleep(rng.uniform(0.0, 0.04))
         engine = rng.choice(engines)
         match rng.randrange(9):
@@ -116,7 +116,8 @@ def test_faults(connector: Any, seed: int) -> None:
                 await site.add(name, role, connector)
             await site.add("a", "both", "none")
             engines = list(site.engines.values())
-            faults = asyncio.create_task(trouble(site, rng, engines))
+            calmed = asyncio.Event()
+            faults = asyncio.create_task(trouble(site, rng, engines, calmed))
             clients = []
             for number in range(_REQUESTS):
                 clients.append(asyncio.create_task(one(site, rng, number)))
@@ -124,7 +125,8 @@ def test_faults(connector: Any, seed: int) -> None:
             async with asyncio.timeout(30):
                 outcomes = await asyncio.gather(*clients)
             assert not faults.done(), faults.result()
-            faults.cancel()
+            calmed.set()
+            await faults
             assert outcomes.count("whole") > _REQUESTS // 4, outcomes
             for engine in engines:
                 engine.statuses.clear()

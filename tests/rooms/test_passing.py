@@ -39,7 +39,7 @@ def test_a_stream_passes_whole_however_it_is_cut(cuts: list[int], cached: int | 
             out.append(reply.passed(whole))
     said = 150 if cached is None else min(cached, 150)
     assert b"".join(out) == STREAM.replace(b'cached_tokens":150', b'cached_tokens":%d' % said)
-    assert (reply.done, reply.failed, reply.finish) == (True, False, "stop")
+    assert (reply.done, reply.error, reply.finish) == (True, b"", "stop")
     assert (reply.cached, reply.tokens, reply.counted.prompt) == (said, 8, 150)
 
 
@@ -75,12 +75,16 @@ def test_what_decode_received_is_not_what_was_cached(stream: bool) -> None:
 
 
 def test_an_engines_error_in_its_stream_is_seen() -> None:
-    """vLLM reports a failure as an event."""
-    reply = Passing()
-    reply.passed(CHUNK)
-    assert not reply.failed
-    reply.passed(b'data: {"error":{"message":"EngineCore died","code":500}}\n\n')
-    assert reply.failed
+    """vLLM and SGLang report a failure as an event."""
+    for error in (
+        b'data: {"error":{"message":"EngineCore died","code":500}}\n\n',
+        b'data: {"object":"error","message":"EngineCore died","code":500}\n\n',
+    ):
+        reply = Passing()
+        assert reply.passed(CHUNK) == CHUNK
+        assert not reply.error
+        assert reply.passed(CHUNK + error + DONE) == CHUNK, "the error is not the client's"
+        assert (reply.error, reply.done) == (error + DONE, False)
 
 
 @pytest.mark.parametrize(

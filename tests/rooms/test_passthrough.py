@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from moonserve.core.errors import EngineFailed
+from moonserve.core.errors import DeadlineExceeded, EngineFailed
 from moonserve.core.kv.facts import BlocksStored
 from moonserve.core.kv.keys import chain_keys
 from moonserve.core.schedule.facts import Connector, Fact, PrefillEnded, Role
@@ -23,7 +23,7 @@ from moonserve.core.units import InstanceId, RequestId
 from moonserve.live.drive import external, lease
 from moonserve.live.drive.calls import CallLimits
 from moonserve.live.drive.connectors import nixl
-from moonserve.live.drive.lost import CallLost, plain
+from moonserve.live.drive.lost import CallLost, plain, refusal
 from moonserve.live.external.member import Page, RankPage
 from moonserve.live.external.monitor import POOL
 from moonserve.live.http.client import ClientResponse, UpstreamError
@@ -325,8 +325,7 @@ def test_what_is_the_gateways_to_say_is_refused() -> None:
 
 @pytest.mark.parametrize("pools", [ONE, NIXL])
 def test_a_clients_4xx_is_the_clients(pools: list[Pool]) -> None:
-    """The client gets the engine's answer unchanged. The engine is not called again, and stays a
-    member."""
+    """The client gets the engine's message. The engine is not called again, and stays a member."""
 
     async def use(site: Site) -> None:
         reply = await site.post({**ASK, "max_tokens": 4_000, "prompt": "y" * 2_048})
@@ -362,9 +361,11 @@ def test_a_5xx_is_retried_elsewhere_at_most_three_times(stream: bool) -> None:
 
 @pytest.mark.parametrize("pools", [[("a", "both", "none")], NIXL, MOONCAKE])
 @pytest.mark.parametrize("stream", [False, True])
-def test_engines_that_take_no_more_say_so_themselves(pools: list[Pool], stream: bool) -> None:
-    """If all attempts end in 429 or 503, the client gets that answer, with the engine's text and
-    Retry-After, or one second."""
+def test_engines_that_take_no_more_say_so_themselves(
+    pools: list[Pool], stream: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """If all attempts end in 429 or 503, the client gets that status, with the engine's
+    Retry-After, or one second. The engine's text is only in the log."""
 
     async def use(site: Site) -> None:
         name, engine = list(site.engines.items())[-1]  # the decode engine of a pair
@@ -373,7 +374,10 @@ def test_engines_that_take_no_more_say_so_themselves(pools: list[Pool], stream: 
             engine.headers = headers
             reply = await site.post({**ASK, "stream": stream})
             assert (reply.status, reply.headers["retry-after"]) == (status, wait), name
-            assert b'"message":"told to"' in reply.body
+            assert b"no engine takes more requests now" in reply.body
+            assert b"told to" not in reply.body
+            assert "told to" in caplog.text
+            caplog.clear()
             assert not engine.statuses
         engine.statuses += [429, 500, 500]
         assert (await site.post({**ASK, "stream": stream})).status == 502
@@ -423,12 +427,76 @@ def test_the_same_engine_is_not_called_again_at_once() -> None:
     run(nowhere_else, ("a", "both", "none"), limits=limits)
 
 
-def test_addresses_of_engines_stay_here() -> None:
-    """The error text that a client gets begins after the address."""
-    for address in ("10.0.0.5:8000", "[::1]:80", "a-b.c:1"):
-        error = UpstreamError(f"{address}: cannot connect: x", sent=False)
-        assert plain(error, InstanceId("e")) == "e: cannot connect: x"
-    assert plain(CallLost("e answered 500: no"), InstanceId("e")) == "e answered 500: no"
+ADDRESSES = ("10.0.0.5:8000", "[::1]:80", "a-b.c:1", "host:8000", "[fe80::1]:8000", "127.0.0.1:1")
+
+
+@pytest.mark.parametrize("address", ADDRESSES)
+def test_addresses_of_engines_stay_here(address: str) -> None:
+    """The error text that a client gets has the engine's name, and no address."""
+    name = InstanceId("e")
+    lost = UpstreamError(f"{address}: closed in the middle of its reply", sent=True)
+    assert plain(CallLost.of(lost), name) == "e: closed in the middle of its reply"
+    away = CallLost.of(UpstreamError(f"{address}: cannot connect: x", sent=False))
+    assert (plain(away, name), away.unreachable) == ("e: it cannot be reached", True)
+    assert address in away.in_full
+    late = DeadlineExceeded(f"POST http://{address}/v1/completions: no reply within 60 s")
+    assert plain(CallLost.of(late), name) == "e: POST (an address): no reply within 60 s"
+    gone = CallLost(f"instance e is gone: lost: {address}: silent for 5 s")
+    assert plain(gone, name) == "instance e is gone: lost: silent for 5 s"
+    assert plain(CallLost("e answered 500"), name) == "e answered 500"
+
+
+@pytest.mark.parametrize(
+    ("body", "message", "param", "code"),
+    [
+        (
+            b'{"error":{"message":"too long for 10.0.0.5:8000","param":"prompt","code":400}}',
+            "too long for (an address)",
+            "prompt",
+            400,
+        ),
+        (b'{"object":"error","message":"too long","code":400}', "too long", None, 400),
+        (b'{"error":"see http://vllm-0.ns.svc:8000/docs."}', "see (an address).", None, None),
+        (
+            b"<html>proxy 10.0.0.7</html>",
+            "the engine refused the request with status 422",
+            *[None] * 2,
+        ),
+        (b'{"error":{"message":["10.0.0.7"]}}', "the engine refused", None, None),
+        (b"\xff\xfe", "the engine refused the request", None, None),
+        (b'{"message":"%b"}' % (b"x" * 9_000), "x" * 4_000, None, None),
+        (b'{"message":"at 12:30:45, version 1.2, f(x[0:2]), a.b, 3.5"}', "at 12:30:45", None, None),
+    ],
+)
+def test_a_4xx_of_an_engine_has_no_address(
+    body: bytes, message: str, param: str | None, code: int | None
+) -> None:
+    """Its message reaches the client in OpenAI's shape, whatever shape the engine's answer has."""
+    error = msgspec.json.decode(refusal(422, body))["error"]
+    assert error["message"].startswith(message)
+    assert "10.0.0" not in error["message"]
+    assert (error["param"], error["code"]) == (param, code)
+    if b"12:30" in body:
+        assert error["message"] == msgspec.json.decode(body)["message"]
+
+
+@pytest.mark.parametrize("status", [401, 403, 500, 503])
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_text_of_an_engines_failure_is_in_the_log_only(
+    status: int, stream: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Such a text may have parts of keys and paths. The log names the request."""
+
+    async def use(site: Site) -> None:
+        site.engines["a"].statuses += [status] * 3
+        reply = await site.post({**ASK, "stream": stream}, x_request_id="r-9")
+        assert reply.status == (status if status == 503 else 502)
+        assert b"told to" not in reply.body
+        assert b"127.0.0.1" not in reply.body
+        [line, *_] = [it.getMessage() for it in caplog.records if "told to" in it.getMessage()]
+        assert line.startswith(f"r-9: the call to a failed: a answered {status}: ")
+
+    run(use, *ONE)
 
 
 def test_an_estimated_length_refuses_nobody() -> None:
@@ -675,9 +743,11 @@ def test_the_time_to_a_first_token_is_noted_where_it_is_known() -> None:
         run(use, *pools)
 
 
-def test_an_engine_that_says_in_its_stream_that_it_failed() -> None:
-    """Before the first token it is a failed call, as a 5xx is. After it, the client gets the
-    engine's error event."""
+def test_an_engine_that_says_in_its_stream_that_it_failed(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Before the first token it is a failed call, as a 5xx is. After it, the client gets an error
+    event without the engine's text, which is in the log."""
     pools: list[Pool] = [("a", "both", "none"), ("b", "both", "none")]
 
     async def use(site: Site) -> None:
@@ -687,7 +757,10 @@ def test_an_engine_that_says_in_its_stream_that_it_failed() -> None:
         for engine in site.engines.values():
             engine.error_after = 2
         words, events = await streamed(site, ASK)
-        assert (words, events[-1]["error"]["message"]) == (SAID[:2], "EngineCore died")
+        message = events[-1]["error"]["message"]
+        assert words == SAID[:2]
+        assert message.endswith(": the engine reported an error in its stream")
+        assert "EngineCore died" in caplog.text
         assert [record.outcome for record in site.conductor.records.values()] == [
             "length",
             "failed",

@@ -6,30 +6,35 @@ cuts its connection, and so the engine stops working for it.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from uuid import uuid4
 
 import msgspec
 
+from moonserve.core.errors import Overloaded
 from moonserve.core.kv.facts import BlocksRemoved, BlocksStored
 from moonserve.core.kv.inferred import Guess
 from moonserve.core.request import Request
 from moonserve.core.schedule.facts import InstanceInfo
-from moonserve.core.units import BlockKey, InstanceId, Tokens
+from moonserve.core.units import BlockKey, InstanceId, Tokens, whole_number
 from moonserve.live.drive.engines import Engines
-from moonserve.live.drive.lost import CallLost, EngineAnswer, Passed
+from moonserve.live.drive.lost import CallLost, EngineAnswer, Passed, logged, refusal
 from moonserve.live.drive.metrics import RequestMetrics
 from moonserve.live.drive.prompt_info import PromptInfo, PromptReader
 from moonserve.live.http.client import ClientStream, HttpClient
-from moonserve.live.http.message import JSON
+from moonserve.live.http.message import JSON, ErrorBody, ErrorReply
 from moonserve.live.openai.external import ExternalRequest
 from moonserve.live.openai.request import PATHS
 from moonserve.live.ports import Conducting, Observer
+
+log = logging.getLogger(__name__)
 
 _RETRIED = (401, 403, 408, 425, 429)
 """Statuses 4xx after which another engine is called. 401 and 403 are about the gateway's key, not
 about the client's request."""
 _BUSY = (429, 503)
+_BUSY_TEXT = "no engine takes more requests now; send this one again later"
 _WHOLE_S = 600.0
 _MOST_GUESSED = 4_096
 
@@ -136,18 +141,15 @@ class Caller(msgspec.Struct, frozen=True):
         reply = await self.http.request(
             "POST", url, headers=headers, body=body, timeout_s=limit_s, again=again
         )
-        answer = _read(reply.status, reply.headers, reply.body)
-        _judge(to, answer)
-        return answer
+        return _judged(to, request, reply.status, reply.headers, reply.body)
 
-    async def rest(self, to: InstanceInfo, stream: ClientStream) -> EngineAnswer:
+    async def rest(self, to: InstanceInfo, request: Request, stream: ClientStream) -> EngineAnswer:
         """Read the rest of a reply that has begun, and leave the stream. Raises as `whole` does."""
         try:
-            answer = _read(stream.status, stream.headers, await stream.read())
+            body = await stream.read()
         finally:
             stream.leave()
-        _judge(to, answer)
-        return answer
+        return _judged(to, request, stream.status, stream.headers, body)
 
     def reused(
         self, prompt: PromptInfo, to: InstanceInfo, predicted: Tokens, cached: Tokens | None
@@ -177,19 +179,22 @@ class Caller(msgspec.Struct, frozen=True):
         return member.url + PATHS[asked.form], headers
 
 
-def _read(status: int, headers: Mapping[str, str], body: bytes) -> EngineAnswer:
-    answer = EngineAnswer(status, body, headers.get("content-type", JSON))
-    if status in _BUSY:
-        answer.headers["retry-after"] = headers.get("retry-after", "1")
-    return answer
+def _judged(
+    to: InstanceInfo, request: Request, status: int, headers: Mapping[str, str], body: bytes
+) -> EngineAnswer:
+    """A successful answer. Raises CallLost or Passed if it is an error.
 
-
-def _judge(to: InstanceInfo, answer: EngineAnswer) -> None:
-    """Raises CallLost or Passed if the answer is an error."""
-    status = answer.status
+    The client gets an engine's text only if that is about its own request. The log has all texts.
+    """
     if status == 200:
-        return
+        return EngineAnswer(status, body, headers.get("content-type", JSON))
     if 400 <= status < 500 and status not in _RETRIED:
-        raise Passed(answer)
-    text = f"{to.id} answered {status}: {answer.body[:500].decode('utf-8', 'replace')}"
-    raise CallLost(text, busy=answer if status in _BUSY else None)
+        log.info("%s: %s answered %d: %s", request.id, to.id, status, logged(body))
+        raise Passed(EngineAnswer(status, refusal(status, body)))
+    busy = None
+    if status in _BUSY:
+        wait_s = whole_number(headers.get("retry-after", ""))
+        error = ErrorReply(ErrorBody(_BUSY_TEXT, Overloaded.kind, None, "engine_busy"))
+        waits = {"retry-after": str(wait_s or 1)}
+        busy = EngineAnswer(status, msgspec.json.encode(error), JSON, waits)
+    raise CallLost(f"{to.id} answered {status}", busy=busy, detail=logged(body))

@@ -80,8 +80,6 @@ def _both(roles: Collection[str]) -> bool:
 class _TokenReply:
     """How far the tokens of one request have come."""
 
-    failed = False
-
     def __init__(self) -> None:
         self.tokens: Tokens = 0
         self.cached: Tokens | None = None

@@ -23,7 +23,7 @@ from moonserve.live.drive.connectors.nixl import Nixl
 from moonserve.live.drive.connectors.sglang import Sglang
 from moonserve.live.drive.handover import Handed, HandoverConnector, PrefillCall
 from moonserve.live.drive.lease import LeaseWatch
-from moonserve.live.drive.lost import CallLost, EngineAnswer
+from moonserve.live.drive.lost import CallLost, EngineAnswer, logged
 from moonserve.live.drive.passing import Passing
 from moonserve.live.drive.prompt_info import PromptInfo
 from moonserve.live.drive.request import Life
@@ -159,7 +159,7 @@ class EngineCalls:
         self._note, handed.note = handed.note, None
         if self._asked.stream and stream.status == 200:
             return await self._begun(stream, to, first_s, life)
-        return self._whole(await self._caller.rest(to, stream), life)
+        return self._whole(await self._caller.rest(to, self._request, stream), life)
 
     async def _run(self, to: InstanceInfo, body: bytes, first_s: float, life: Life) -> Piece | None:
         """Call the engine that makes the client's reply."""
@@ -170,7 +170,7 @@ class EngineCalls:
             await stream.__aenter__()
             if stream.status != 200:
                 # raises, since the status is no success
-                return self._whole(await caller.rest(to, stream), life)
+                return self._whole(await caller.rest(to, self._request, stream), life)
             return await self._begun(stream, to, until_s - self._loop.time(), life)
         limit_s = caller.limits.whole_s(first_s, asked.max_tokens)
         whole = caller.whole(to, asked, self._request, body, limit_s)
@@ -186,13 +186,13 @@ class EngineCalls:
         self._stream, reply = stream, Passing(self._cached, self._elsewhere)
         stream.idle(max(0.001, left_s))
         first = b""
-        while not first:
+        while not first and not reply.error:
             chunk = await stream.take()
             if chunk is None:
                 raise CallLost(f"{to.id} ended its stream before its first token")
             first = reply.passed(reply.whole(chunk))
-        if reply.failed:
-            raise CallLost(f"{to.id} failed: {first[:500].decode('utf-8', 'replace')}")
+        if reply.error:
+            raise CallLost(f"{to.id} failed", detail=logged(reply.error))
         stream.idle(self._caller.limits.token_s)
         self.content_type = stream.headers.get("content-type", JSON)
         self.reply = reply
@@ -233,6 +233,10 @@ class EngineCalls:
         assert self._stream is not None, "a stream has begun"
         reply, out = self.reply, b""
         while not out:
+            if reply.error:
+                raise CallLost(
+                    "the engine reported an error in its stream", detail=logged(reply.error)
+                )
             chunk = await self._stream.take()
             if chunk is None:
                 if not reply.finish:

@@ -67,5 +67,7 @@ def _blame(tasks: Mapping[asyncio.Task[Prefilled], InstanceId]) -> CallLost:
     if not isinstance(error, MoonserveError):
         log.error("the call to %s failed", member, exc_info=error)
         return CallLost("internal error", member=member)
-    unreachable = CallLost.of(error).unreachable
-    return CallLost(plain(error, member), member=member, unreachable=unreachable)
+    lost = CallLost.of(error)
+    return CallLost(
+        plain(lost, member), member=member, detail=lost.in_full, unreachable=lost.unreachable
+    )

@@ -1,24 +1,77 @@
 """How a call to an instance ends without its reply: errors that `request` turns into facts.
 
-Raised by the wire, by `calls` and by the connectors. Nothing here waits.
+Raised by the wire, by `calls` and by the connectors. What clients may read of a failure is made
+here: no address of an instance, and of an engine's text only what concerns the client's request.
+Nothing here waits.
 """
 
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import msgspec
 
-from moonserve.core.errors import MoonserveError
+from moonserve.core.errors import UNREADABLE, MoonserveError
 from moonserve.core.units import InstanceId
 from moonserve.live.http.client import UpstreamError
 from moonserve.live.http.message import JSON
 
-_ADDRESS = re.compile(r"^(?:\[[^\]]+\]|[^\s:]+):\d+: ")
+_MOST_CHARS = 4_000
+"""Of an engine's message; a longer one is cut."""
+_LOGGED_BYTES = 500
+_PEER = re.compile(r"(?:^|(?<=: ))(?:\[[^\]]+\]|[^\s:]+):\d+: ")
+"""How texts of the HTTP client begin."""
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^\s'\"<>,;)]*[^\s'\"<>,;:.)]")
+_HOST = re.compile(
+    r"(?<![\w.:])(?:\[[0-9A-Fa-f.]*:[0-9A-Fa-f.]*:[0-9A-Fa-f:.%]*\]|(?:\d{1,3}\.){3}\d{1,3}|localhost"
+    r"|(?:[A-Za-z0-9-]+\.)+[A-Za-z][A-Za-z0-9-]*(?=:\d))(?::\d{1,5})?(?![\w.]\w)"
+)
+_ADDRESS = "(an address)"
+
+
+def without_addresses(text: str) -> str:
+    """The text without URLs, and without hosts and their ports."""
+    return _HOST.sub(_ADDRESS, _URL.sub(_ADDRESS, _PEER.sub("", text)))
+
+
+def logged(body: bytes) -> str:
+    """The beginning of an engine's answer, for the log."""
+    return body[:_LOGGED_BYTES].decode("utf-8", "replace")
+
+
+def refusal(status: int, body: bytes) -> bytes:
+    """What the client gets of an engine's 4xx about its request: the message in OpenAI's shape.
+
+    If the engine does not answer in that shape, the client gets the status only: then the answer
+    may come from something between this gateway and the engine.
+    """
+    try:
+        given = msgspec.json.decode(body, type=dict[str, Any])
+    except UNREADABLE:
+        given = {}
+    said = given.get("error", given)  # some engines have the fields beside "error", or its text
+    found: dict[str, Any] = said if isinstance(said, dict) else {"message": said}
+    message = found.get("message")
+    if not isinstance(message, str):
+        found, message = {}, f"the engine refused the request with status {status}"
+    error = {
+        "message": without_addresses(message)[:_MOST_CHARS],
+        "type": _word(found.get("type")) or "invalid_request_error",
+        "param": _word(found.get("param")),
+        "code": _word(found.get("code")),
+    }
+    return msgspec.json.encode({"error": error})
+
+
+def _word(value: object) -> str | int | None:
+    if isinstance(value, str):
+        return without_addresses(value)[:_MOST_CHARS]
+    return value if isinstance(value, int) else None
 
 
 class EngineAnswer(msgspec.Struct):
-    """A whole reply of an engine, for the client."""
+    """A whole reply of an engine, as the client gets it."""
 
     status: int
     body: bytes
@@ -45,14 +98,17 @@ class CallLost(MoonserveError):
         *,
         member: InstanceId | None = None,
         busy: EngineAnswer | None = None,
+        detail: str = "",
         retry: bool = True,
         unreachable: bool = False,
     ) -> None:
         """member: the instance to blame, if it is not the one that was called; busy: its answer
-        that it takes no more requests now, which the client gets if every retry fails; retry:
-        whether another instance may do better; unreachable: nothing listens at its address.
+        that it takes no more requests now, which the client gets if every retry fails; detail: what
+        only the log has, such as the engine's own text; retry: whether another instance may do
+        better; unreachable: nothing listens at its address.
         """
         super().__init__(why)
+        self.detail = detail
         self.member = member
         self.busy = busy
         self.retry = retry
@@ -63,11 +119,17 @@ class CallLost(MoonserveError):
         """The same failure as a CallLost."""
         if isinstance(error, CallLost):
             return error
-        unreachable = isinstance(error, UpstreamError) and not error.sent
-        return CallLost(str(error), unreachable=unreachable)
+        if isinstance(error, UpstreamError) and not error.sent:
+            return CallLost("it cannot be reached", detail=str(error), unreachable=True)
+        return CallLost(str(error))
+
+    @property
+    def in_full(self) -> str:
+        """The text for the log."""
+        return f"{self}: {self.detail}" if self.detail else str(self)
 
 
 def plain(error: MoonserveError, called: InstanceId) -> str:
-    """The error's text for clients: with the instance's name in place of its address."""
-    text = _ADDRESS.sub("", str(error))
+    """The error's text for clients, with the instance's name and without addresses."""
+    text = without_addresses(str(error))
     return text if called in text.replace(":", " ").split() else f"{called}: {text}"

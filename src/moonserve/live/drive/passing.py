@@ -12,6 +12,7 @@ from moonserve.core.units import Tokens
 from moonserve.live.openai import usage
 
 _ERROR = b'data: {"error"'
+_OLD_ERROR = b'data: {"object":"error"'
 _DONE = b"data: [DONE]"
 _FINISH = b'"finish_reason":'
 _REASON = re.compile(rb'\s*"(\w+)"')
@@ -36,8 +37,8 @@ class Passing:
         """The last finish_reason of the reply; None: no choice has ended."""
         self.done = False
         """Whether the whole reply, or a stream's last event, has passed."""
-        self.failed = False
-        """Whether the engine has sent an error event."""
+        self.error = b""
+        """The engine's error event, which does not pass; empty: it has sent none."""
         self._prefilled = cached
         self._elsewhere = elsewhere or cached is not None
         self._rest = b""
@@ -73,12 +74,13 @@ class Passing:
 
     def passed(self, events: bytes) -> bytes:
         """Account for whole events; the bytes that the client gets."""
+        if (at := max(events.find(_ERROR), events.find(_OLD_ERROR))) >= 0:
+            events, self.error = events[:at], events[at:]
         self.events += events.count(b"\n") // 2
         if events.rfind(usage.MARK) >= 0:
             events = self.put_right(events)
         self.finish = _finish(events) or self.finish
         self.done = self.done or _DONE in events[-_END_BYTES:]
-        self.failed = _ERROR in events
         return events
 
     def put_right(self, data: bytes) -> bytes:

@@ -55,10 +55,6 @@ class ReplyState(Protocol):
         """Whether its last piece has come."""
 
     @property
-    def failed(self) -> bool:
-        """Whether its last piece is an engine's error event."""
-
-    @property
     def tokens(self) -> Tokens:
         """Tokens generated so far."""
 
@@ -293,9 +289,7 @@ class RequestDriver(Generic[PieceT]):
         """Account for a piece that goes to the client."""
         self._reading = True
         reply = self._calls.reply
-        if reply.failed:
-            self._break_off(CallLost("the engine reported an error in its stream"))
-        elif reply.done or piece is None:
+        if reply.done or piece is None:
             self._conductor.tell(DecodeEnded(self._request.id, self.inbox.number, reply.tokens))
             self._end(reply.finish or "done")
             self._calls.ended()
@@ -316,7 +310,9 @@ class RequestDriver(Generic[PieceT]):
         await self._calls.stop()
         if isinstance(error, MoonserveError):
             lost = CallLost.of(error)
-            log.warning("%s: the call to %s failed: %s", self._request.id, self._called, error)
+            log.warning(
+                "%s: the call to %s failed: %s", self._request.id, self._called, lost.in_full
+            )
         else:
             lost = CallLost("internal error")
             log.error(

@@ -15,7 +15,7 @@ from moonserve.core.errors import UNREADABLE
 from moonserve.core.request import Request
 from moonserve.core.schedule.facts import InstanceInfo
 from moonserve.core.units import BlockKey, LeaseId, Tokens
-from moonserve.live.drive.lost import CallLost
+from moonserve.live.drive.lost import CallLost, logged
 from moonserve.live.http.auth import bearer
 from moonserve.live.http.client import HttpClient, sse_events
 from moonserve.live.openai.headers import of_party
@@ -156,9 +156,8 @@ about the worker: it has restarted as another one, or its queue is full."""
 def _check(to: InstanceInfo, status: int, body: bytes) -> None:
     if status == 200:
         return
-    text = body[:500].decode("utf-8", "replace")
-    message = f"instance {to.id} answered {status}: {text}"
-    raise CallLost(message, retry=status not in _HOPELESS)
+    message = f"instance {to.id} answered {status}"
+    raise CallLost(message, detail=logged(body), retry=status not in _HOPELESS)
 
 
 def _kv_transfer_params(to: InstanceInfo, reply: ReadReply) -> dict[str, Any]:
@@ -176,7 +175,7 @@ def _parse(to: InstanceInfo, data: bytes) -> ReadReply:
     except UNREADABLE as error:
         raise CallLost(f"instance {to.id} sent no valid reply: {error}", retry=True) from None
     if reply.error is not None:
-        raise CallLost(f"instance {to.id} failed: {reply.error}", retry=True)
+        raise CallLost(f"instance {to.id} failed", detail=str(reply.error))
     if not reply.choices:
         raise CallLost(f"instance {to.id} sent a reply without choices", retry=True)
     return reply

@@ -104,7 +104,8 @@ async def _decode_answered(call: PrefillCall, handed: Handed) -> None:
         begun = await handed.stream
         if begun.status != 200:
             handed.stream = None
-            await call.caller.rest(decode, begun)  # raises, since the status is no success
+            # raises, since the status is no success
+            await call.caller.rest(decode, call.request, begun)
     except Passed:
         raise
     except MoonserveError as error:
