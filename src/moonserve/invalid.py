@@ -19,6 +19,7 @@ _MISSING = re.compile("missing required field `([^`]*)`")
 _UNKNOWN = re.compile("unknown field `([^`]*)`")
 _BOUND = re.compile(r"Expected `(?:int|float)` ([<>]=) (\S+)")
 _KIND = re.compile("Invalid enum value|Expected `[^`]*`, got `([^`]*)`")
+_USER = re.compile(r"(?:(?<=//)|^(?!\w+://))[^\s'\"]*@")
 _STEP = re.compile(r"([^.\[\]]+)|\[(?:\d+|\.\.\.)\]")
 # it is slow, and a client that errs may err often
 _type_info = lru_cache(maxsize=64)(inspect.type_info)
@@ -75,6 +76,12 @@ def _integers(shape: Any) -> re.Pattern[bytes]:
     ]
     named = "|".join(names).encode()
     return re.compile(rb'("(?:%b)"\s*:\s*)(-?\d{1,15})\.0+(?=[\s,}])' % named)
+
+
+def without_password(url: str) -> str:
+    """The URL, whatever else is wrong with it, without what may be a name and a password: errors
+    and lists show it."""
+    return _USER.sub("***@", url)
 
 
 def nearest(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:

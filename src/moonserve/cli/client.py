@@ -14,6 +14,7 @@ import msgspec
 from moonserve.cli.tls import client_trust
 from moonserve.cli.token import token_for
 from moonserve.core.errors import UNREADABLE, ConfigError, EngineFailed, NobodyAlive
+from moonserve.invalid import without_password
 
 if TYPE_CHECKING:
     from http.client import HTTPResponse
@@ -41,9 +42,13 @@ class Client:
             parts = urlsplit(url if "//" in url else "//" + url, scheme="http")
             self._port = parts.port
         except ValueError as err:
-            raise ConfigError(f"{url}: {err}", "url") from err
+            raise ConfigError(f"{without_password(url)}: {err}", "url") from err
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ConfigError(f"{url!r} is no address; write it like http://127.0.0.1:8000", "url")
+            what = f"{without_password(url)!r} is no address"
+            raise ConfigError(f"{what}; write it like http://127.0.0.1:8000", "url")
+        if "@" in parts.netloc:
+            what = f"{without_password(url)!r} has a name or a password"
+            raise ConfigError(f"{what}; leave them out, and set MOONSERVE_TOKEN", "url")
         self._timeout_s = timeout_s
         self._host = parts.hostname
         self._context = context

@@ -167,7 +167,8 @@ def engines_of(
 
 def by_address(url: str) -> str:
     """A name for the engine at this URL, like 10.0.0.5-8000."""
-    return re.sub(r"[^A-Za-z0-9._-]+", "-", urlsplit(url).netloc).strip("-")
+    place = urlsplit(url).netloc.rpartition("@")[2]
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", place).strip("-")
 
 
 def _own(events: str, address: str) -> str:

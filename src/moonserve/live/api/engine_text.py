@@ -1,7 +1,7 @@
 """The API's backend for external engines, which make the text themselves.
 
 `EngineText` is a `front.Backend`. Bodies pass through, and the engine checks what a field means;
-its 4xx answer reaches the client unchanged. No state of a request is kept after its end.
+the message of its 4xx answer reaches the client. No state of a request is kept after its end.
 """
 
 from __future__ import annotations

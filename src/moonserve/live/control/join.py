@@ -16,6 +16,7 @@ from moonserve.core.errors import UNREADABLE, BadRequest
 from moonserve.core.kv.facts import BlocksRemoved, BlocksStored
 from moonserve.core.kv.inferred import Reported
 from moonserve.core.schedule.facts import Beat, InstanceInfo, Joined, Left
+from moonserve.invalid import without_password
 from moonserve.live.control.loop import ConductorLoop
 from moonserve.live.http.message import HttpRequest, Response
 from moonserve.live.http.server import Handler
@@ -75,8 +76,9 @@ class Internal:
         if info.model not in self._models:
             served = ", ".join(self._models)
             raise BadRequest(f"this gateway serves {served}, not {info.model}", "model")
-        if not _has_host(info.url):
-            raise BadRequest(f"{info.url!r} is no URL such as http://host:port", "url")
+        if not _has_host(info.url) or "@" in info.url:
+            shown = without_password(info.url)
+            raise BadRequest(f"{shown!r} is no URL such as http://host:port", "url")
         for view in self._conductor.views().values():
             other = view.info
             if other.id != info.id and other.model == info.model:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from moonserve.core.errors import UNREADABLE, BadRequest, ConfigError
+from moonserve.invalid import without_password
 from moonserve.live.external.fleet import Fleet
 from moonserve.live.external.monitor import EngineMonitor
 from moonserve.live.external.spec import InstanceSpec, normal
@@ -58,7 +59,7 @@ async def register(registry: Registry, specs: Sequence[InstanceSpec]) -> dict[st
 def _url(entry: bytes) -> str:
     """The URL in an entry that anybody may have written."""
     try:
-        return msgspec.json.decode(entry, type=_Addressed).url
+        return without_password(msgspec.json.decode(entry, type=_Addressed).url)
     except UNREADABLE:
         return "an address that cannot be read"
 

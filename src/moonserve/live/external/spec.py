@@ -17,6 +17,7 @@ import msgspec
 from moonserve.core.errors import ConfigError
 from moonserve.core.schedule.facts import Role
 from moonserve.core.units import MAX_BYTES, InstanceId
+from moonserve.invalid import without_password
 
 Handover: TypeAlias = Literal["none", "nixl", "mooncake", "sglang"]
 _Count: TypeAlias = Annotated[int, msgspec.Meta(ge=1, le=MAX_BYTES)]
@@ -180,7 +181,18 @@ def _parts(text: str) -> tuple[SplitResult | None, int | None]:
 def _http(text: str, field: str) -> None:
     parts, _ = _parts(text)
     if parts is None or parts.scheme not in _PORTS or not parts.hostname or parts.query:
-        raise ConfigError(f"{text!r} is no address; write it like http://10.0.0.5:8000", field)
+        what = f"{without_password(text)!r} is no address"
+        raise ConfigError(f"{what}; write it like http://10.0.0.5:8000", field)
+    _check_no_password(parts, field)
+
+
+def _check_no_password(parts: SplitResult, field: str) -> None:
+    if "@" in parts.netloc:
+        what = (
+            f"{without_password(parts.geturl())!r} has a name or a password, which lists would show"
+        )
+        remedy = "leave them out, and name the variable that holds the engine's key in api_key_env"
+        raise ConfigError(f"{what}; {remedy}", field)
 
 
 def check_tcp(text: str, field: str, ranks: int = 1) -> None:
@@ -192,7 +204,8 @@ def check_tcp(text: str, field: str, ranks: int = 1) -> None:
     if parts is None or parts.scheme != "tcp" or not parts.hostname or not port:
         or_else = ", off or auto" if field == "events" else ""
         remedy = f"write it like tcp://10.0.0.5:{_EVENTS_PORT}{or_else}"
-        raise ConfigError(f"{text!r} is not an endpoint; {remedy}", field)
+        raise ConfigError(f"{without_password(text)!r} is not an endpoint; {remedy}", field)
+    _check_no_password(parts, field)
     if port + ranks - 1 > _MAX_PORT:
         remedy = f"rank N is at the port N higher, and {ranks} ranks do not fit below 65536"
         raise ConfigError(f"{text!r} is too high; {remedy}", field)

@@ -25,6 +25,7 @@ import msgspec
 
 from moonserve.core.errors import ConfigError, DeadlineExceeded, MoonserveError
 from moonserve.core.units import Bytes
+from moonserve.invalid import without_password
 from moonserve.live.http.switch import Switched
 from moonserve.live.tls.contexts import HANDSHAKE_S, STRANGER, SYSTEM, ServerTrust, Tls
 
@@ -413,7 +414,8 @@ def _parse(url: str) -> Target:
     path = url[end:].partition("#")[0]
     path = path if path[:1] == "/" else "/" + path
     if not (path.isascii() and path.isprintable()) or " " in path:
-        raise ConfigError(f"{url!r} has characters that must be percent-encoded", "url")
+        what = f"{without_password(url)!r} has characters that must be percent-encoded"
+        raise ConfigError(what, "url")
     return Target(host, port, netloc, path, secure)
 
 
@@ -424,16 +426,19 @@ fill it."""
 
 @lru_cache(maxsize=1024)
 def _origin(url: str) -> tuple[str, int, str, bool]:
+    shown = without_password(url)
     try:
         parts = urlsplit(url)
         if parts.scheme not in _PORTS or not parts.hostname:
-            raise ConfigError(f"{url!r} is no address; write it like http://10.0.0.5:8100", "url")
+            raise ConfigError(f"{shown!r} is no address; write it like http://10.0.0.5:8100", "url")
+        if "@" in parts.netloc:
+            raise ConfigError(f"{shown!r} has a name or a password; leave them out", "url")
         port = parts.port or _PORTS[parts.scheme]
         parts.hostname.encode("idna")  # the form for DNS; a UnicodeError is a ValueError
     except ValueError as error:
-        raise ConfigError(f"{url!r}: {error}", "url") from None
+        raise ConfigError(f"{shown!r}: {error}", "url") from None
     if not parts.netloc.isascii() or not parts.netloc.isprintable() or " " in parts.netloc:
-        raise ConfigError(f"{url!r} has characters that must be percent-encoded", "url")
+        raise ConfigError(f"{shown!r} has characters that must be percent-encoded", "url")
     return parts.hostname, port, parts.netloc, parts.scheme == "https"
 
 

@@ -23,6 +23,7 @@ from uuid import uuid4
 import msgspec
 
 from moonserve.core.errors import ConfigError, RegistryError
+from moonserve.invalid import without_password
 from moonserve.live.registry.history import History, Read
 from moonserve.live.tasks import keep_doing
 from moonserve.live.tls.contexts import TlsFiles
@@ -61,7 +62,8 @@ def parse(text: str) -> RegistryAddress:
     scheme, at, rest = text.partition("://")
     members, _, prefix = rest.partition("/")
     if scheme not in ("etcd", "etcds") or not at or not members:
-        raise ConfigError(f"{text!r} is no registry address; {_FORM}", "registry")
+        what = f"{without_password(text)!r} is no registry address"
+        raise ConfigError(f"{what}; {_FORM}", "registry")
     hosts = []
     for member in members.split(","):
         try:
@@ -71,7 +73,8 @@ def parse(text: str) -> RegistryAddress:
         except ValueError:
             host = None
         if not host or "@" in member:
-            raise ConfigError(f"{member!r} is no address of etcd; {_FORM}", "registry")
+            what = f"{without_password(member)!r} is no address of etcd"
+            raise ConfigError(f"{what}; {_FORM}", "registry")
         hosts.append((host, port))
     root = f"/{prefix.strip('/') or 'moonserve'}/"
     return RegistryAddress(tuple(hosts), root, scheme == "etcds")
