@@ -545,25 +545,55 @@ def load(
     return _convert(merged, origin)
 
 
-class _NotYaml(ValueError):
+class NotYaml(ValueError):
     """A text is not YAML; the message says where and why."""
 
 
-def _read_yaml(text: str) -> object:
+def read_yaml(text: str) -> object:
+    """The value of a YAML text. Raises NotYaml, also for a key that a map has twice: PyYAML would
+    silently take the last one."""
     import yaml
 
     try:
-        return yaml.safe_load(text)
+        twice = _key_there_twice(yaml.compose(text, yaml.SafeLoader))
+        if twice is None:
+            return yaml.safe_load(text)
     except Exception as err:  # for a value such as 2001-13-45 PyYAML raises errors of many types
-        raise _NotYaml(" ".join(str(err).split())) from err
+        raise NotYaml(" ".join(str(err).split())) from err
+    key, line, first = twice
+    raise NotYaml(f"line {line}: the key {key} is in line {first} already; remove one of the two")
+
+
+def _key_there_twice(root: Any) -> tuple[str, int, int] | None:
+    """A key that a map in PyYAML's tree has twice, and the lines of both, counted from 1. None:
+    there is none."""
+    left: list[Any] = [root]
+    seen: set[int] = set()
+    while left:
+        node = left.pop()
+        if node is None or id(node) in seen or isinstance(node.value, str):
+            continue
+        seen.add(id(node))  # a node may contain itself by its name
+        if node.id == "sequence":
+            left += node.value
+            continue
+        lines: dict[tuple[str, str], int] = {}
+        for key, value in node.value:
+            left += [key, value]
+            line = key.start_mark.line + 1
+            name = key.tag, str(key.value)
+            if name in lines:
+                return name[1], line, lines[name]
+            lines[name] = line
+    return None
 
 
 def _from_file(file: Path) -> dict[str, object]:
     try:
-        raw = _read_yaml(file.read_text())
+        raw = read_yaml(file.read_text())
     except OSError as err:
         raise ConfigError(f"cannot read {file}: {err.strerror}", "config") from err
-    except (_NotYaml, UnicodeDecodeError) as err:
+    except (NotYaml, UnicodeDecodeError) as err:
         raise ConfigError(f"{file} is not YAML: {err}", "config") from err
     if raw is None:
         return {}
@@ -594,8 +624,8 @@ def _from_env(env: Mapping[str, str]) -> dict[str, object]:
             nested["level"] = text
         elif name == ENV_PREFIX + "LOGGING__MODULES":
             try:
-                nested["modules"] = _read_yaml(text)
-            except _NotYaml as err:
+                nested["modules"] = read_yaml(text)
+            except NotYaml as err:
                 raise ConfigError("write it like {live.control.loop: DEBUG}", name) from err
         elif name in of_file:
             raise ConfigError("is read from the YAML file only (see --config)", name)

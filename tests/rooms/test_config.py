@@ -7,7 +7,16 @@ import msgspec
 import pytest
 
 from moonserve.cli.settings import unheeded
-from moonserve.config import Logging, Settings, all_flags, apply_logging, load, parse_bytes
+from moonserve.config import (
+    Logging,
+    NotYaml,
+    Settings,
+    all_flags,
+    apply_logging,
+    load,
+    parse_bytes,
+    read_yaml,
+)
 from moonserve.core.errors import ConfigError
 from moonserve.core.schedule.tuning import Tuning
 from moonserve.live.control.config import GatewayConfig
@@ -192,6 +201,46 @@ def test_a_level_for_no_module_is_refused() -> None:
     """A misspelt module name is an error: otherwise its level would have no effect."""
     with pytest.raises(ConfigError, match=r"logging\.modules: there is no module 'core\.conductr'"):
         apply_logging(Logging("INFO", {"core.conductr": "DEBUG"}))
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("port: 1\nhost: a\nport: 2", "line 3: the key port is in line 1 already"),
+        ('port: 1\n"port": 2', "line 2: the key port is in line 1 already"),
+        ("logging: {level: INFO, level: DEBUG}", "line 1: the key level is in line 1 already"),
+        (
+            "instances:\n- name: a\n  url: http://a\n  role: prefill\n  role: decode",
+            "line 5: the key role is in line 4 already",
+        ),
+        ("host: &a [*a, {b: 1, b: 2}]", "line 1: the key b is in line 1 already"),
+        ("? [1, 2]\n: a\n? {x: 1, x: 2}\n: b", "line 3: the key x is in line 3 already"),
+    ],
+)
+def test_a_key_that_is_there_twice_is_named(tmp_path: Path, text: str, says: str) -> None:
+    """With its line, at any depth: PyYAML would take the last one in silence."""
+    file = tmp_path / "s.yaml"
+    file.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        load(file, {}, {})
+    assert says in str(caught.value)
+    with pytest.raises(NotYaml, match=says):
+        read_yaml(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("", "None"),
+        ("a: 1\nb: {a: 1}", "{'a': 1, 'b': {'a': 1}}"),
+        ("[{a: 1}, {a: 1}]", "[{'a': 1}, {'a': 1}]"),
+        ("&a [*a]", "[[...]]"),
+        ("{1: a, '1': b}", "{1: 'a', '1': 'b'}"),
+    ],
+)
+def test_keys_of_other_maps_are_other_keys(text: str, value: str) -> None:
+    """Only a map that has a key twice is wrong."""
+    assert str(read_yaml(text)) == value
 
 
 @pytest.mark.parametrize(

@@ -71,6 +71,15 @@ def test_axes_reach_the_setup_the_conductor_and_the_goal() -> None:
     assert (setup.goal.ttft_us, setup.goal.tbt_us) == (5_000_000, None)
 
 
+def test_an_axis_that_is_there_twice_is_named(trace: str, tmp_path: Path) -> None:
+    """The file and the line are named."""
+    axes = tmp_path / "axes.yaml"
+    axes.write_text("speed: [1]\nrequests: [5]\nspeed: [2]\n")
+    ran = run(axes, "--trace", trace)
+    assert ran.exit_code != 0
+    assert "line 3: the key speed is in line 1 already" in (ran.output + str(ran.exception))
+
+
 @pytest.mark.parametrize(
     ("axes", "field"),
     [

@@ -16,6 +16,7 @@ from typing import Any, TextIO
 import click
 
 from moonserve.cli.output import check_apart, check_writable, json_option, print_json, write_csv
+from moonserve.config import NotYaml, read_yaml
 from moonserve.core.errors import ConfigError
 
 _SHOWN = {
@@ -97,11 +98,9 @@ def sweep(
 
 def _read(file: TextIO) -> dict[str, Any]:
     """The axes of a YAML file."""
-    import yaml
-
     try:
-        read = yaml.safe_load(file)
-    except yaml.YAMLError as err:
+        read = read_yaml(file.read())
+    except (NotYaml, UnicodeDecodeError) as err:
         raise ConfigError(f"is not valid YAML: {err}", file.name) from None
     if not isinstance(read, dict):
         raise ConfigError("must map axes to values, such as speed: [1, 2]", file.name)
