@@ -309,6 +309,26 @@ def test_a_wrong_description_over_http_names_its_field() -> None:
     asyncio.run(body())
 
 
+def test_health_is_open_to_clients_and_shows_no_address() -> None:
+    """An alarm names the engine; the list of instances, which needs the token, has the address."""
+
+    async def body() -> None:
+        async with site(Engine("a"), down="gone") as it:
+            await it.up("a")
+
+            async def alarms() -> list[str]:
+                found: list[str] = (await it.get("/health"))["alarms"]
+                return [text for text in found if text.startswith("gone: asking: ")]
+
+            await it.until(alarms)
+            [alarm] = await alarms()
+            assert "127.0.0.1" not in alarm
+            [row] = [row for row in await it.get("/api/instances") if row["id"] == "gone"]
+            assert "127.0.0.1:9" in row["why"]
+
+    asyncio.run(body())
+
+
 def test_a_refused_engine_is_shown_with_the_reason() -> None:
     """It stands in the list and in /health with the reason, and serves no request."""
 

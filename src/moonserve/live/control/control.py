@@ -28,7 +28,7 @@ from moonserve.live.control.join import Internal
 from moonserve.live.control.loop import ConductorLoop
 from moonserve.live.control.peers import Several
 from moonserve.live.control.placement_api import PlacementApi
-from moonserve.live.control.views import Api, Figures, alarm_metrics, conductor_metrics
+from moonserve.live.control.views import Api, Figures, alarm_metrics, conductor_metrics, open_alarms
 from moonserve.live.external.indexer_api import IndexerApi
 from moonserve.live.health import Health
 from moonserve.live.http.client import HttpClient
@@ -191,7 +191,7 @@ class Control(ProcessPart):
 
     async def _health_route(self, request: HttpRequest) -> Response:
         """200: this process is well; alarms about other processes stand beside that."""
-        return json_response({"status": "ok", "alarms": self._health.alarms()})
+        return json_response({"status": "ok", "alarms": open_alarms(self._health)})
 
     async def _tick(self) -> None:
         while True:

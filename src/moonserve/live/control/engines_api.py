@@ -18,7 +18,7 @@ from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamil
 
 from moonserve.core.errors import UNREADABLE, BadRequest, ConfigError
 from moonserve.core.units import InstanceId
-from moonserve.live.control.views import by_label, instance_row
+from moonserve.live.control.views import by_label, instance_row, open_alarms
 from moonserve.live.external.fleet import Fleet, Unknown
 from moonserve.live.external.monitor import EngineMonitor
 from moonserve.live.external.registry_engines import RegistryEngines
@@ -233,7 +233,8 @@ class EnginesApi:
     async def _health_route(self, request: HttpRequest) -> Response:
         """200: this process works. What is wrong with engines is in `alarms`."""
         states = {monitor.member.spec.name: monitor.state for _, monitor in self._fleet.monitors()}
-        return json_response({"status": "ok", "instances": states, "alarms": self._health.alarms()})
+        alarms = open_alarms(self._health)
+        return json_response({"status": "ok", "instances": states, "alarms": alarms})
 
     async def _no_workers(self, request: HttpRequest) -> Response:
         raise Embedded(

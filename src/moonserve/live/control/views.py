@@ -22,6 +22,8 @@ from moonserve.core.schedule.hot import SKIPPED
 from moonserve.core.schedule.view import InstanceView
 from moonserve.core.units import MICROS_PER_SECOND, Micros, RequestId
 from moonserve.live.control.loop import ConductorLoop, Record
+from moonserve.live.drive.lost import without_addresses
+from moonserve.live.health import Health
 from moonserve.live.http.message import HttpRequest, Response, json_response
 from moonserve.live.http.server import Handler
 from moonserve.live.store.pool import Pool
@@ -239,6 +241,12 @@ def conductor_metrics(conductor: ConductorLoop) -> Iterator[Metric]:
         figures = {"bias": errors.bias, "p50": errors.quantile(0.5), "p90": errors.quantile(0.9)}
         values = {of: value / unit for of, value in figures.items() if value is not None}
         yield by_label(now, name, text, "figure", values)
+
+
+def open_alarms(health: Health) -> list[str]:
+    """The alarms without addresses, because /health is open to clients. GET /api/instances and the
+    log have the addresses."""
+    return [without_addresses(text) for text in health.alarms()]
 
 
 def alarm_metrics(alarms: Callable[[], list[str]]) -> Iterator[Metric]:
