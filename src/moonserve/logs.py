@@ -153,11 +153,16 @@ class LineHandler(logging.Handler):
         self._lines.flush()
 
 
+KIND = "kind"
+"""A field of `extra`: one of few words, such as the name of an error's type."""
+
+
 class RepeatLimit(logging.Filter):
     """Limits how often one place in the code warns: an outage gives few lines.
 
     Warnings of one place, with one kind of error, take tokens from one bucket. The line that takes
-    the last token says so, and the next line tells how many were left out.
+    the last token says so, and the next line says how many were left out. The field KIND of a
+    record tells kinds apart that one place logs, so that frequent errors do not hide rare ones.
     """
 
     def __init__(
@@ -175,7 +180,8 @@ class RepeatLimit(logging.Filter):
         if record.levelno < logging.WARNING:
             return True
         now_s = self._clock()
-        place = (record.pathname, record.lineno, *_error_place(record))
+        kind = record.__dict__.get(KIND, "")
+        place = (record.pathname, record.lineno, kind, *_error_place(record))
         bucket = self._buckets.get(place)
         if bucket is None:
             bucket = self._buckets[place] = _Bucket(self._burst, now_s)

@@ -17,7 +17,7 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
 from moonserve.live.process.metrics import ProcessMetrics
-from moonserve.logs import LineQueue, RepeatLimit
+from moonserve.logs import KIND, LineQueue, RepeatLimit
 
 PROGRAM = """
 import logging, sys
@@ -129,10 +129,13 @@ def test_dropped_lines_are_a_metric() -> None:
     assert b"\nmoonserve_log_lines_dropped_total 0.0" in generate_latest(registry)
 
 
-def record(line: int, error: Exception | None = None, level: int = logging.WARNING) -> str | None:
+def record(
+    line: int, error: Exception | None = None, level: int = logging.WARNING, kind: str = ""
+) -> str | None:
     """What a handler with the filter LIMIT would add to a record; None: it is left out."""
     info = (type(error), error, error.__traceback__) if error else None
     one = logging.LogRecord("moonserve.live", level, "x.py", line, "%d", (line,), info)
+    one.__dict__[KIND] = kind
     return one.__dict__.get("remark", "") if LIMIT.filter(one) else None
 
 
@@ -145,6 +148,7 @@ def test_an_outage_gives_few_lines() -> None:
     assert [record(1) for _ in range(3)] == ["", "", "from now on one line like this in 10 s"]
     assert [record(1) for _ in range(500)] == [None] * 500
     assert record(2) == "", "another place has its own lines"
+    assert record(1, kind="StoreError") == "", "and so has another kind"
     assert [record(1, level=logging.INFO) for _ in range(50)] == [""] * 50
     NOW_S[0] += 10
     assert [record(1), record(1)] == ["500 more lines like this were left out", None]

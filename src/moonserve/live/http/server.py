@@ -47,6 +47,7 @@ from moonserve.live.http.message import (
 )
 from moonserve.live.http.places import PlaceLimits, Places
 from moonserve.live.http.switch import Switch
+from moonserve.logs import KIND
 
 log = logging.getLogger(__name__)
 
@@ -669,7 +670,9 @@ class App:
             return await handler(request)
         except MoonserveError as error:
             if error.status >= 500:
-                log.warning("%s: %s: %s: %s", self.name, request.id, type(error).__name__, error)
+                kind = type(error).__name__
+                args = (self.name, request.id, kind, error)
+                log.warning("%s: %s: %s: %s", *args, extra={KIND: kind})
             return error_response(error)
         except Exception:
             log.exception("%s: %s: bug while serving %s", self.name, request.id, request.path)
