@@ -8,6 +8,7 @@ import http.client
 import json
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -59,6 +60,7 @@ class Rig:
                 ("POST", "/late"): self.late,
                 ("POST", "/stream"): self.stream,
                 ("POST", "/soon"): self.soon,
+                ("GET", "/broken"): self.broken,
                 ("GET", "/flood"): self.flood,
                 ("GET", "/big"): self.big,
                 ("GET", "/breaks"): self.breaks,
@@ -81,6 +83,9 @@ class Rig:
     async def soon(self, request: HttpRequest) -> Response:
         await request.soon()
         return Response(body=b"on its way" if request.unread() else await request.body())
+
+    async def broken(self, request: HttpRequest) -> Response:
+        return Response(headers={"x-a": "line\nbreak"})
 
     async def big(self, request: HttpRequest) -> Response:
         self.begun += 1
@@ -807,6 +812,32 @@ def test_heads_and_chunks_that_are_not_http(sent: bytes, status: int) -> None:
                 writer.write(sent[cut:])
             assert (await reader.readuntil(b"\r\n")).startswith(b"HTTP/1.1 %d " % status)
             writer.close()
+
+    run(use)
+
+
+def test_thousands_of_repeated_headers_are_refused() -> None:
+    """They would be joined one by one; a hundred are enough."""
+
+    async def use(rig: Rig, server: Server, url: str) -> None:
+        for count, status in ((100, 200), (16_000, 400)):
+            head = b"GET / HTTP/1.1\r\nhost: a\r\n" + b"a:\r\n" * (count + 1) + b"\r\n"
+            reader, writer = await raw(server, head)
+            assert (await reader.readuntil(b"\r\n")).startswith(b"HTTP/1.1 %d " % status)
+            writer.close()
+
+    run(use)
+
+
+def test_a_reply_that_cannot_be_sent_ends_its_connection() -> None:
+    """A bug in a reply's headers leaves no client waiting."""
+
+    async def use(rig: Rig, server: Server, url: str) -> None:
+        reader, writer = await raw(server, b"GET /broken HTTP/1.1\r\nhost: a\r\n\r\n")
+        with suppress(ConnectionError):
+            assert await reader.read() == b""
+        writer.close()
+        assert not server._connections.tasks
 
     run(use)
 

@@ -75,6 +75,8 @@ _RESERVED_PATHS = ("/health", "/ready", "/metrics", "/internal/", "/api/")
 """What connections of the reserve may ask for: the calls of the cluster and its operators."""
 _MAX_HEAD_BYTES = 64 << 10
 _MAX_LENGTH_DIGITS = 19
+_MAX_REPEATED = 100
+"""Headers of one request that repeat another: joining thousands would take long."""
 _MAX_BEHIND = 256
 """The most pipelined requests of one connection that wait for a reply. One read has more bytes than
 so many heads need, and each request takes some kilobytes."""
@@ -160,6 +162,8 @@ class Accepted(asyncio.Protocol):
         self._since_s = self._loop.time()
         """The loop's time since which no request is being answered, or a head is arriving."""
         self._in_head = False
+        self._repeated = 0
+        """Headers of the present message that repeat another one."""
         self._reserved = False
         """Whether this connection has a place of the reserve: it gets one reply."""
         self._closing = False
@@ -394,6 +398,7 @@ class Accepted(asyncio.Protocol):
         self._url = b""
         self._headers = {}
         self._in_head = True
+        self._repeated = 0
         if self._request is None:
             self._since_s = self._loop.time()
 
@@ -406,7 +411,12 @@ class Accepted(asyncio.Protocol):
         key = name.decode("latin-1").lower()
         text = value.decode("latin-1")
         headers = self._headers
-        headers[key] = f"{headers[key]}, {text}" if key in headers else text
+        if key in headers:
+            self._repeated += 1
+            if self._repeated > _MAX_REPEATED:
+                raise _Wrong(b"Too many repeated headers.")
+            text = f"{headers[key]}, {text}"
+        headers[key] = text
 
     def on_headers_complete(self) -> None:
         """The head is complete: answer the request now, or after the requests before it."""
@@ -491,15 +501,19 @@ class Accepted(asyncio.Protocol):
         app = self._shared.app
         try:
             await app.serve(request, self)
+        except Exception:
+            log.exception("%s: %s: bug while sending a reply", app.name, request.id)
+            self.transport.abort()
         finally:
             if self._task is not None:
                 self._shared.tasks.discard(self._task)
                 self._task = None
-        try:
-            await self.drained(app.stall_timeout_s)
-        except TimeoutError:
-            log.warning("%s: client read nothing for %g s", request.id, app.stall_timeout_s)
-            self.transport.abort()
+        if self.full:
+            try:
+                await self.drained(app.stall_timeout_s)
+            except TimeoutError:
+                log.warning("%s: client read nothing for %g s", request.id, app.stall_timeout_s)
+                self.transport.abort()
         self._over()
 
     def _over(self) -> None:
