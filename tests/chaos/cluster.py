@@ -23,13 +23,15 @@ from pathlib import Path
 from typing import Any
 
 from tests.chaos.proxy import Link
-from tests.support.up import START_S, STOP_S, TOKEN, Up, children_of, gone, shared_memory_of
+from tests.support.up import STOP_S, TOKEN, Up, children_of, gone, shared_memory_of
 
 ROOT = Path(__file__).parents[2]
 WORKERS = ("p0", "p1", "d0", "d1")
 _LOOK_S = 0.05
 _STARTING_S = 30.0
 """A worker opens its last port within this time of its start."""
+_SETTLED_S = 240.0
+"""Leases that a killed Conductor had not released end after two minutes."""
 PAGE_BYTES = resource.getpagesize()
 
 
@@ -140,7 +142,7 @@ class Cluster:
 
         Without an error: an empty dict.
         """
-        end = time.monotonic() + START_S
+        end = time.monotonic() + _SETTLED_S
         left = {"never answered": 1}
         while left and time.monotonic() < end:
             await asyncio.sleep(0.3)

@@ -21,7 +21,7 @@ CASES = int(os.environ.get("FUZZ_CASES", "50"))
 """Cases of each test."""
 LONG = "FUZZ_CASES" in os.environ
 HANG_S = 20.0
-"""No case takes milliseconds more than its neighbours; this is for a machine that is busy."""
+"""CPU time of a case that only computes, wall time of one that waits. Most take milliseconds."""
 Test = TypeVar("Test", bound=Callable[..., None])
 
 _SIZES = (0, 1, 2, 7, 8, 63, 64, 255, 256, 65_535, 1 << 31, (1 << 32) - 1, 1 << 63, (1 << 64) - 1)
@@ -92,10 +92,10 @@ def damaged(draw: st.DrawFn, whole: bytes) -> bytes:
 
 @contextlib.contextmanager
 def in_time() -> Iterator[None]:
-    """Fail if this took so long that it must have hung."""
-    began_s = time.monotonic()
+    """Fail if this took so much CPU time that it must have hung."""
+    began_s = time.process_time()
     yield
-    assert time.monotonic() < began_s + HANG_S, "this hung"
+    assert time.process_time() < began_s + HANG_S, "this hung"
 
 
 class Bugs(logging.Handler):
@@ -136,7 +136,7 @@ class Looped:
         """Run one case, with a deadline."""
 
         async def bounded() -> Any:
-            async with asyncio.timeout(HANG_S):
+            async with asyncio.timeout(3 * HANG_S):
                 return await case
 
         return self._runner.run(bounded())
