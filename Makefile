@@ -78,9 +78,9 @@ test-slow: $(DEV) model ## what takes minutes
 test-chaos: $(DEV) model ## 200 faults in and between the processes of a cluster, under checked streams: 40 minutes
 	$(PY) -m pytest -s -m chaos tests/chaos $(ARGS)
 
-# Thirteen tests share them; the gate draws 50 for each.
+# Fifteen tests share them; the gate draws 50 for each.
 test-fuzz: $(DEV) ## 100,000 cases of arbitrary bytes at everything that reads what others send: 40 minutes
-	FUZZ_CASES=7700 $(PY) -m pytest tests/fuzz $(ARGS)
+	FUZZ_CASES=6700 $(PY) -m pytest tests/fuzz $(ARGS)
 
 soak: $(DEV) model ## an hour of mixed load, and what it left behind: make soak ARGS="--minutes 5"
 	$(PY) -m tests.chaos.soak $(ARGS)

@@ -22,9 +22,12 @@ from moonserve.core.store.words import Terms
 from moonserve.core.units import InstanceId
 from moonserve.live.control.join import Internal
 from moonserve.live.control.loop import ConductorLoop
+from moonserve.live.external.member import read_page
+from moonserve.live.external.spec import InstanceSpec
 from moonserve.live.http.client import HttpClient
 from moonserve.live.http.server import App, serve
 from moonserve.live.kvevents.wire import BadFrame, encode_batch, read_live, read_replayed
+from moonserve.live.registry.entries import GatewayEntry, MasterEntry, decoded
 from moonserve.live.rpc.connection import CALL, DONE, FAILED, HEAD, HELLO, NOTICES, RpcConnection
 from moonserve.live.rpc.joins import BeatBody, BlocksBody, LeaveBody
 from moonserve.live.store.operations import OPERATIONS
@@ -115,6 +118,11 @@ def _small(value: Any) -> Any:
             return {_small(key): _small(it) for key, it in value.items()}
         case _:
             return [_small(it) for it in value]
+
+
+def in_json(value: Any) -> bytes:
+    """JSON; bytes become base64."""
+    return msgspec.json.encode(_small(value))
 
 
 INFO = InstanceInfo(
@@ -303,6 +311,41 @@ def test_kv_events(head: list[bytes], payload: bytes) -> None:
             ):
                 with contextlib.suppress(BadFrame):
                     read(message)
+
+
+PAGE = (
+    b"# TYPE vllm:num_requests_running gauge\n"
+    b'vllm:num_requests_running{engine="0",model_name="m"} 3.0 1700000000.5\n'
+    b'vllm:cache_config_info{block_size="16",num_gpu_blocks="100"} 1.0\n'
+)
+LINES = st.lists(
+    st.tuples(
+        st.sampled_from(["vllm:num_requests_running", "sglang:num_queue_reqs", "#", ""]) | words,
+        st.sampled_from(["", "{}", "{", '{a="', '{engine="1"}', '{engine="x"}']) | words,
+        st.sampled_from(["NaN", "+Inf", "1e999", "-1", "9" * 5_000]) | words,
+    ).map(" ".join),
+    max_size=4,
+).map(lambda lines: "\n".join(lines).encode("utf-8", "replace"))
+
+
+@fuzz(damaged(PAGE) | LINES | st.binary(max_size=40))
+def test_metrics_of_engines(page: bytes) -> None:
+    """An engine's metrics are read as far as they can be."""
+    with in_time():
+        read_page(page.decode("utf-8", "replace"))
+
+
+@fuzz(
+    st.sampled_from([InstanceInfo, GatewayEntry, MasterEntry, InstanceSpec]).flatmap(
+        lambda shape: st.tuples(st.just(shape), like(shape).map(in_json) | st.binary(max_size=20))
+    )
+)
+def test_registry_entries(entry: tuple[type, bytes]) -> None:
+    """An entry of the registry is decoded, or left out."""
+    shape, value = entry
+    with in_time():
+        found = decoded({"a/b": value}, "a/", shape)
+    assert all(isinstance(it, shape) for it in found.values())
 
 
 SLICES = st.lists(
