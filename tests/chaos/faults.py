@@ -37,7 +37,7 @@ class Faults:
         self._kinds: dict[str, tuple[int, Callable[[], Awaitable[None]]]] = {
             "kill a worker": (6, lambda: self._kill(1)),
             "kill two workers": (2, lambda: self._kill(2)),
-            "kill a gateway": (1 if gateways else 0, self._kill_gateway),
+            "kill a gateway": (4 if gateways else 0, self._kill_gateway),
             "stop a process": (4, self._stop),
             "slow a process": (2, self._slow),
             "cut a link": (3, self._cut),

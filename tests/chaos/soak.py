@@ -37,6 +37,8 @@ _WARM_UP_SHARE = 0.25
 _FILL_S = 600.0
 _FULL = 0.9
 _PAUSE_S = 0.3
+_REST_S = 60.0
+"""Longer than any process of ours keeps an idle connection to another one."""
 _LOOK_S = 60.0
 HEADERS = {"content-type": "application/json", "authorization": f"Bearer {TOKEN}"}
 WRONG: tuple[tuple[str, Any], ...] = (
@@ -173,25 +175,19 @@ async def soak(minutes: float, fronts: int, seed: int = 1) -> int:
 
 
 async def _loaded(cluster: Cluster, minutes: float, seed: int) -> list[str]:
-    load = Load(cluster.url, seed, lambda: 0, 400)
-    mixed = Mixed(cluster.url, seed)
-    await mixed.fill(lambda: asyncio.to_thread(is_full, cluster))
-    load.start(8)
-    mixed.start(8)
+    filling = Mixed(cluster.url, seed)
+    await filling.fill(lambda: asyncio.to_thread(is_full, cluster))
+    await filling.stop()
     whole_s = minutes * 60
     warm_up_s = max(60.0, _WARM_UP_SHARE * whole_s)
-    print(f"warming up for {warm_up_s:.0f} s", flush=True)
-    await _watched(cluster, load, warm_up_s)
-    first, first_shared = await _least(cluster), cluster.shared_memory_bytes()
-    await _watched(cluster, load, max(60.0, whole_s - warm_up_s))
-    last, last_shared = await _least(cluster), cluster.shared_memory_bytes()
-    await mixed.stop()
-    await load.stop()
-    wrong = [*load.outcomes.wrong, *show(first, last)]
+    wrong = await _worked(cluster, seed, warm_up_s)
+    first, first_shared = await _at_rest(cluster), cluster.shared_memory_bytes()
+    wrong += await _worked(cluster, seed + 1, max(60.0, whole_s - warm_up_s))
+    last, last_shared = await _at_rest(cluster), cluster.shared_memory_bytes()
+    wrong += show(first, last)
     print(f"/dev/shm: {first_shared >> 10} KiB -> {last_shared >> 10} KiB")
     if last_shared > first_shared * _MOST_GROWTH:
         wrong.append("shared memory grew")
-    print(f"{load.outcomes}; others: {dict(mixed.done)}")
     wrong += [f"{it}: {count} at the end" for it, count in (await cluster.settled()).items()]
     return wrong
 
@@ -204,19 +200,29 @@ def is_full(cluster: Cluster) -> bool:
     return all(share > _FULL for name, share in used.items() if name.startswith("p"))
 
 
-async def _watched(cluster: Cluster, load: Load, lasting_s: float) -> None:
-    """Let it run, and print what the processes hold now and then."""
+async def _worked(cluster: Cluster, seed: int, lasting_s: float) -> list[str]:
+    """Let all clients work for so long, and print what the processes hold now and then."""
+    print(f"load for {lasting_s:.0f} s", flush=True)
+    load = Load(cluster.url, seed, lambda: 0, 400)
+    mixed = Mixed(cluster.url, seed)
+    load.start(8)
+    mixed.start(8)
     end_s = time.monotonic() + lasting_s
     while (left_s := end_s - time.monotonic()) > 0:
         await asyncio.sleep(min(left_s, _LOOK_S))
         sizes = ", ".join(f"{name} {it.rss_bytes >> 20}" for name, it in cluster.use().items())
         print(f"{load.outcomes.whole} streams; RSS in MiB: {sizes}", flush=True)
+    await mixed.stop()
+    await load.stop()
+    print(f"{load.outcomes}; others: {dict(mixed.done)}")
+    return load.outcomes.wrong
 
 
-async def _least(cluster: Cluster) -> dict[str, Use]:
-    """The least that each process holds in half a minute: idle connections come and go."""
+async def _at_rest(cluster: Cluster) -> dict[str, Use]:
+    """The least that each process holds while it rests; idle connections close meanwhile."""
     least = cluster.use()
-    for _ in range(10):
+    end_s = time.monotonic() + _REST_S
+    while time.monotonic() < end_s:
         await asyncio.sleep(3)
         for name, use in cluster.use().items():
             least[name] = use.least(least.get(name, use))
