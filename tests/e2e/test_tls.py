@@ -15,13 +15,18 @@ import pytest
 
 from moonserve.core.errors import ConfigError
 from moonserve.core.schedule.facts import InstanceLoad
+from moonserve.live.control.config import GatewayConfig
+from moonserve.live.external.spec import InstanceSpec
 from moonserve.live.http.client import HttpClient
+from moonserve.live.process.gateway import Gateway
 from moonserve.live.tls.authority import init
 from moonserve.live.tls.contexts import trusting
 from moonserve.live.worker.join import GatewayClient, GatewayMember
 from tests.support import inproc
 from tests.support import up as ups
 from tests.support.certificates import tls_of
+from tests.support.engines import QUICK
+from tests.support.fake_vllm import FakeVllm
 from tests.support.inproc import BLOCK, site
 from tests.support.up import PROGRAM, Up
 
@@ -49,6 +54,45 @@ def test_tokens_are_the_same_by_tls(tmp_path: Path) -> None:
             with pytest.raises(ConfigError, match="needs a client certificate"):
                 await member.run(lambda: None)
             await stranger.close()
+
+    asyncio.run(asyncio.wait_for(main(), 30))
+
+
+def test_engines_are_called_by_https(tmp_path: Path) -> None:
+    """A gateway trusts its engines by --engine-ca, its clients need no certificate, and an engine
+    of another authority stays away, with the reason in /health."""
+    init(tmp_path / "ours")
+    init(tmp_path / "theirs")
+
+    async def main() -> None:
+        engine = FakeVllm("e0")
+        engine.tls = tls_of(tmp_path / "theirs", "worker")
+        await engine.start()
+        spec = InstanceSpec(name="e0", url=engine.url, events="off")
+        stranger = HttpClient(trusting(str(tmp_path / "ours" / "ca.crt")))
+        for ca, status in (("theirs", 200), ("ours", 503)):
+            config = GatewayConfig(
+                model="",
+                port=0,
+                tls=tls_of(tmp_path / "ours", "gateway"),
+                engine_ca=str(tmp_path / ca / "ca.crt"),
+            )
+            gateway = await Gateway.start(config, [spec], QUICK)
+            url = f"https://127.0.0.1:{gateway.port}/v1/completions"
+            for _ in range(40):
+                body = b'{"model": "m", "prompt": "Why?", "max_tokens": 4}'
+                reply = await stranger.request("POST", url, body=body, timeout_s=5)
+                if reply.status == 200:
+                    break
+                await asyncio.sleep(0.01)
+            assert reply.status == status, reply.body
+            health = await stranger.request(
+                "GET", f"https://127.0.0.1:{gateway.port}/health", timeout_s=5
+            )
+            assert (b"certificate verify failed" in health.body) == (status == 503), health.body
+            await gateway.stop(0)
+        await stranger.close()
+        await engine.stop()
 
     asyncio.run(asyncio.wait_for(main(), 30))
 

@@ -23,6 +23,8 @@ import msgspec
 
 from moonserve.live.http.message import HttpRequest, Response, StreamingResponse, json_response
 from moonserve.live.http.server import App, Server, serve
+from moonserve.live.store.settings import url_of
+from moonserve.live.tls.contexts import Tls
 from tests.support.serving import ByteText
 
 LEASE_S = 30.0
@@ -140,6 +142,8 @@ class FakeVllm:
         """How many of this engine's next handovers get lost."""
         self.script: deque[dict[str, Any]] = deque()
         """Replies to the next generations, in place of its own."""
+        self.tls: Tls | None = None
+        """Its certificate; None: it speaks in clear."""
         self.port = self.bootstrap_port = 0
         self.starts = 0
         self._servers: list[Server] = []
@@ -151,7 +155,7 @@ class FakeVllm:
     @property
     def url(self) -> str:
         """Its base URL."""
-        return f"http://127.0.0.1:{self.port}"
+        return url_of("127.0.0.1", self.port, self.tls)
 
     @property
     def bootstrap(self) -> str:
@@ -175,7 +179,8 @@ class FakeVllm:
             ("GET", "/metrics"): self._metrics,
             ("GET", "/version"): self._version,
         }
-        server = await serve(App(routes, name=self.name), "127.0.0.1", self.port)
+        tls = self.tls.listener("none") if self.tls else None
+        server = await serve(App(routes, name=self.name), "127.0.0.1", self.port, tls=tls)
         self.port = server.port
         query = App({("GET", "/query"): self._query}, name=f"{self.name} bootstrap")
         bootstrap = await serve(query, "127.0.0.1", self.bootstrap_port)

@@ -203,13 +203,16 @@ def _say_hello(settings: Settings, port: int) -> None:
     body = f'{{"model": "{name}", "messages": [{{"role": "user", "content": "Hi!"}}]}}'
     program = "moonserve" if shutil.which("moonserve") else f"{sys.executable} -m moonserve"
     hint = "" if url == "http://127.0.0.1:8000" else f" --url {url}"
-    cacert = f" --cacert {ca}" if (ca := _authority(settings)) else ""
+    cacert = known = ""
+    if ca := _authority(settings):
+        cacert = f" --cacert {ca}"
+        known = f"MOONSERVE_TLS_CA={ca} "
     LINES.put(
         sys.stdout,
         f"\nReady at {url}\n\n"
         f"  curl{cacert} {url}/v1/chat/completions -H 'content-type: application/json'"
         f" -d '{body}'\n"
-        f'  {program} ask "Why is the sky blue?"{hint}\n',
+        f'  {known}{program} ask "Why is the sky blue?"{hint}\n',
     )
 
 
