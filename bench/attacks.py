@@ -364,15 +364,22 @@ async def first_model(port: int) -> str:
 
 
 def gateway_mib(pid: int) -> float:
-    """The memory of the gateway's processes, which are children of this one."""
-    total = 0
+    """The memory of the gateway's processes: the child of this one that is a gateway, and those
+    below it."""
+    children: dict[int, list[int]] = {}
+    words: dict[int, list[bytes]] = {}
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             parent = (folder / "stat").read_text().rpartition(")")[2].split()[1]
-            words = (folder / "cmdline").read_bytes().split(b"\0")
-            if int(parent) == pid and (b"gateway" in words or b"front" in words):
-                found = re.search(r"VmRSS:\s+(\d+)", (folder / "status").read_text())
-                total += int(found[1]) if found else 0
+            children.setdefault(int(parent), []).append(int(folder.name))
+            words[int(folder.name)] = (folder / "cmdline").read_bytes().split(b"\0")
+    found = [child for child in children.get(pid, []) if b"gateway" in words.get(child, [])]
+    total = 0
+    for one in found:
+        found += children.get(one, [])
+        with contextlib.suppress(OSError):
+            memory = re.search(r"VmRSS:\s+(\d+)", Path(f"/proc/{one}/status").read_text())
+            total += int(memory[1]) if memory else 0
     return total / 1024
 
 

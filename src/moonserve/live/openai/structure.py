@@ -12,12 +12,17 @@ import re
 from moonserve.core.errors import BadRequest
 from moonserve.core.units import Bytes
 
-_PIECE_BYTES: Bytes = 128 << 10
+_PIECE_BYTES: Bytes = 64 << 10
+_MARK_BYTES: Bytes = 8
+"""A quotation mark counts as so many bytes: two of them are one object to decode."""
 _BACKSLASHES = re.compile(rb"\\*")
 
 
 async def check_structure(body: bytes, most: Bytes) -> None:
-    """Raise BadRequest if more than `most` bytes of this JSON are outside strings."""
+    """Raise BadRequest if more than `most` bytes of this JSON are outside strings.
+
+    Each string counts as 16 of these bytes.
+    """
     outside = 0
     is_inside = False
     at = 0
@@ -25,11 +30,11 @@ async def check_structure(body: bytes, most: Bytes) -> None:
         end = _end_of_piece(body, at)
         piece = body[at:end].replace(b"\\\\", b"").replace(b'\\"', b"")
         parts = piece.split(b'"')
-        outside += sum(map(len, parts[is_inside::2]))
+        outside += sum(map(len, parts[is_inside::2])) + _MARK_BYTES * (len(parts) - 1)
         if outside > most:
             raise BadRequest(
-                f"request body: has more than {most} bytes outside strings; send text as one"
-                " string, fewer token ids, or fewer fields"
+                f"request body: has more than {most} bytes outside strings, with 16 for each"
+                " string; send text as one string, fewer token ids, or fewer fields"
             )
         if len(parts) % 2 == 0:
             is_inside = not is_inside
