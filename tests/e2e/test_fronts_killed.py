@@ -36,7 +36,8 @@ class Gateway:
             env={**os.environ, "TMPDIR": str(folder), **env},
         )
         assert self.process.stdout is not None
-        self.url = self.process.stdout.readline().removeprefix("listening on ").strip()
+        said = next(line for line in self.process.stdout if line.startswith("listening on "))
+        self.url = said.removeprefix("listening on ").strip()
         self.parts = children_of(self.process.pid)
 
     def end(self) -> None:
