@@ -79,6 +79,7 @@ def test_an_engines_error_in_its_stream_is_seen() -> None:
     for error in (
         b'data: {"error":{"message":"EngineCore died","code":500}}\n\n',
         b'data: {"object":"error","message":"EngineCore died","code":500}\n\n',
+        b'data: {"object": "error", "message": "EngineCore died"}\n\n',
     ):
         reply = Passing()
         assert reply.passed(CHUNK) == CHUNK

@@ -401,7 +401,7 @@ def test_that_the_registry_is_away_is_an_alarm_of_a_gateway_with_workers() -> No
         try:
             url = f"http://127.0.0.1:{server.port}/health"
             reply = await site.http.request("GET", url, timeout_s=2)
-            said = {"status": "ok", "alarms": ["etcd etcd://e does not answer"]}
+            said = {"status": "ok", "alarms": ["etcd (an address) does not answer"]}
             assert (reply.status, msgspec.json.decode(reply.body)) == (200, said)
             counted = CollectorRegistry()
             for collector in control.collectors():

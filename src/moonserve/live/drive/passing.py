@@ -11,8 +11,8 @@ import re
 from moonserve.core.units import Tokens
 from moonserve.live.openai import usage
 
-_ERROR = b'data: {"error"'
-_OLD_ERROR = b'data: {"object":"error"'
+_ERROR = b'"error"'
+_ERROR_EVENT = re.compile(rb'data: \{\s*"(?:error"|object":\s*"error")')
 _DONE = b"data: [DONE]"
 _FINISH = b'"finish_reason":'
 _REASON = re.compile(rb'\s*"(\w+)"')
@@ -74,8 +74,8 @@ class Passing:
 
     def passed(self, events: bytes) -> bytes:
         """Account for whole events; the bytes that the client gets."""
-        if (at := max(events.find(_ERROR), events.find(_OLD_ERROR))) >= 0:
-            events, self.error = events[:at], events[at:]
+        if _ERROR in events and (found := _ERROR_EVENT.search(events)) is not None:
+            events, self.error = events[: found.start()], events[found.start() :]
         self.events += events.count(b"\n") // 2
         if events.rfind(usage.MARK) >= 0:
             events = self.put_right(events)
