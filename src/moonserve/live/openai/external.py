@@ -153,6 +153,5 @@ def _refuse_many_fields(raw: bytes, body: _Body) -> None:
 
 
 def _xargs(raw: bytes) -> Collection[str]:
-    """The names in vllm_xargs. Raises BadRequest."""
-    given = decode_json(b'{"vllm_xargs":%b}' % (raw or b"null"), _Xargs)
-    return given.vllm_xargs or ()
+    """The names in vllm_xargs, if it is there. Raises BadRequest."""
+    return (raw and decode_json(b'{"vllm_xargs":%b}' % raw, _Xargs).vllm_xargs) or ()

@@ -456,7 +456,8 @@ def _check_message(message: Message, path: str) -> None:
             f"{path}.role: {message.role[:40]!r} is not one of {', '.join(_ROLES)}", f"{path}.role"
         )
     for name in ("tool_calls", "function_call"):
-        if not _is_any_of(bytes(getattr(message, name)) or b"null", _NO_CALLS):
+        raw = getattr(message, name)
+        if raw is not _UNTOUCHED and not _is_any_of(bytes(raw), _NO_CALLS):
             raise BadRequest(
                 f"{path}.{name}: not supported here", f"{path}.{name}", "unsupported_parameter"
             )
