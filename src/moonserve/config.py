@@ -118,7 +118,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     registry: Annotated[
         str,
         _flag(
-            "gateway worker register unregister serve segment",
+            "gateway worker register unregister serve segment key",
             "URL",
             "registry in which all processes find each other, such as etcd://host:port, or"
             " etcds://host:port for TLS; none: each process gets the addresses by flags",
@@ -333,10 +333,48 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     max_body_bytes: Annotated[
         _Size, _flag("up gateway", "SIZE", "largest request body that the gateway accepts")
     ] = 8 << 20
+    keys: Annotated[
+        str,
+        _flag(
+            "up gateway key",
+            "FILE",
+            "file with the API keys of clients, which `moonserve key` writes; registry: they are in"
+            " --registry; none: clients on this machine need no key",
+        ),
+    ] = ""
+    open: Annotated[
+        bool,
+        _flag("up gateway", "", "serve clients of other machines without API keys"),
+    ] = False
+    metrics_access: Annotated[
+        Literal["key", "all"],
+        _flag(
+            "up gateway",
+            "WHO",
+            "with API keys: who may read /metrics: key (the scope metrics is needed), or all",
+        ),
+    ] = "key"
+    salt_by: Annotated[
+        Literal["auto", "tenant", "none"],
+        _flag(
+            "up gateway",
+            "WHAT",
+            "tenant: tenants share no KV, so that no tenant learns what others have asked; none:"
+            " they share it; auto: tenant with API keys, none without",
+        ),
+    ] = "auto"
+    cors_origins: Annotated[
+        str,
+        _flag(
+            "up gateway",
+            "ORIGIN,ORIGIN",
+            "web pages that may use models from a browser, such as https://app.example; *: all",
+        ),
+    ] = ""
     allowed_hosts: Annotated[
         str,
         _flag(
-            "up gateway serve",
+            "up gateway",
             "NAME,NAME",
             "names in DNS under which others call this process; with them, and on loopback always,"
             " admin requests under other names are refused",
@@ -408,7 +446,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     tls_dir: Annotated[
         str,
         _flag(
-            "up gateway worker register unregister serve segment",
+            "up gateway worker register unregister serve segment key",
             "FOLDER",
             "folder of `moonserve tls init`; it sets --tls-cert, --tls-key and --tls-ca to the"
             " files of this process's role",
@@ -417,7 +455,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     tls_cert: Annotated[
         str,
         _flag(
-            "up gateway worker register unregister serve segment",
+            "up gateway worker register unregister serve segment key",
             "FILE",
             "certificate of this process, in PEM, with its chain; with it the process speaks TLS"
             " only",
@@ -426,7 +464,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     tls_key: Annotated[
         str,
         _flag(
-            "up gateway worker register unregister serve segment",
+            "up gateway worker register unregister serve segment key",
             "FILE",
             "key of that certificate, in PEM, without a password",
         ),
@@ -434,7 +472,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     tls_ca: Annotated[
         str,
         _flag(
-            "up gateway worker register unregister serve segment",
+            "up gateway worker register unregister serve segment key",
             "FILE",
             "certificate of the cluster's private authority, in PEM; processes of the cluster"
             " accept each other only by certificates that it has signed",

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 
 from moonserve.core.units import RequestId
+from moonserve.live.access.keys import ApiKey, hash_of
+from moonserve.live.access.sources import changed_file
+from moonserve.live.access.terms import ClientTerms
 from moonserve.live.control.loop import Record
 from moonserve.live.engine.fake import fake_cost
+from moonserve.live.http.auth import bearer
 from tests.support.inproc import BLOCK, Site, site
 
 PROMPT = list(range(5_000, 5_000 + 5 * BLOCK + 3))
@@ -83,5 +88,35 @@ def test_a_group_computes_under_the_salt() -> None:
             assert (await ask(it, "other", prompt, "B")).cached_tokens == 0
             found = await ask(it, "again", prompt, "A")
             assert found.cached_tokens == len(prompt) // BLOCK * BLOCK
+
+    asyncio.run(asyncio.wait_for(main(), 60))
+
+
+def test_tenants_with_keys_share_no_kv(tmp_path: Path) -> None:
+    """The same prompt from two tenants: nothing is cached for the second, whatever salt it sends.
+    Two keys of one tenant share."""
+
+    async def main() -> None:
+        file = tmp_path / "keys"
+        with changed_file(file) as keys:
+            for name, tenant in (("a", "A"), ("b", "B"), ("c", "A")):
+                keys.append(ApiKey(name=name, hash=hash_of(name), tenant=tenant))
+        async with site(admission="none", keys=str(file)) as it:
+            await it.add("p0", "prefill")
+            await it.add("d0", "decode")
+            stolen = ClientTerms("A", salted=True).salt("")
+            for key, salt, reused in (
+                ("a", None, 0),
+                ("a", None, 5),
+                ("b", None, 0),
+                ("b", stolen, 0),
+                ("c", None, 5),
+                ("c", "own", 0),
+            ):
+                headers = {"x-request-id": "r", **bearer(key)}
+                assert await it.tokens(PROMPT, 8, salt, **headers) == it.reference(PROMPT, 8)
+                await it.settle()
+                record = it.gateway.conductor.records[RequestId("r")]
+                assert (record.cached_tokens, expected(record)) == (reused * BLOCK,) * 2, key
 
     asyncio.run(asyncio.wait_for(main(), 60))

@@ -11,6 +11,9 @@ from typing import Any
 import msgspec
 
 from moonserve.core.units import InstanceId
+from moonserve.live.access.keys import ApiKey, KeyLimits, hash_of
+from moonserve.live.access.scopes import Scope
+from moonserve.live.access.sources import changed_file
 from moonserve.live.control.config import GatewayConfig
 from moonserve.live.external.spec import InstanceSpec
 from moonserve.live.http.auth import bearer
@@ -33,7 +36,7 @@ class Site:
         self.conductor: ConductorProcess
         self.specs: list[InstanceSpec] = []
 
-    async def start(self, path: Path, stack: AsyncExitStack) -> None:
+    async def start(self, path: Path, stack: AsyncExitStack, keys: str = "") -> None:
         """A prefill and a decode engine, joined by mooncake, and two fronts."""
         specs = self.specs
         for name, role in (("p0", "prefill"), ("d0", "decode")):
@@ -45,7 +48,7 @@ class Site:
                 InstanceSpec(url=engine.url, bootstrap=engine.bootstrap, events="off", **said)
             )
         stack.push_async_callback(self.http.close)
-        config = GatewayConfig(model="", port=0, workers=2, token=TOKEN)
+        config = GatewayConfig(model="", port=0, workers=2, token=TOKEN, keys=keys)
         self.conductor = await ConductorProcess.start(config, str(path / "link"), specs)
         stack.push_async_callback(self.conductor.stop, 0)
         for _ in range(2):  # each on a port of its own
@@ -57,10 +60,15 @@ class Site:
                 await asyncio.sleep(0.01)
 
     async def complete(
-        self, front: int, prompt: list[int], count: int = 4, id: str | None = None
+        self,
+        front: int,
+        prompt: list[int],
+        count: int = 4,
+        id: str | None = None,
+        key: str = "",
     ) -> tuple[int, str]:
         """Status, and text or error."""
-        headers = {"x-request-id": id} if id else {}
+        headers = ({"x-request-id": id} if id else {}) | bearer(key)
         body = msgspec.json.encode(
             {"model": "m", "prompt": prompt, "max_tokens": count, "temperature": 0}
         )
@@ -90,13 +98,13 @@ class Site:
             await asyncio.sleep(0.01)
 
 
-def run(use: Callable[[Site], Awaitable[None]], path: Path) -> None:
+def run(use: Callable[[Site], Awaitable[None]], path: Path, keys: str = "") -> None:
     """Run a test with a site, within a deadline."""
 
     async def main() -> None:
         async with asyncio.timeout(30), AsyncExitStack() as stack:
             site = Site()
-            await site.start(path, stack)
+            await site.start(path, stack, keys)
             await use(site)
 
     asyncio.run(main())
@@ -217,3 +225,57 @@ def test_calls_teach_the_fleet(tmp_path: Path) -> None:
         assert passes or conductor.core.view.instances[InstanceId("p0")].cost.known
 
     run(use, tmp_path)
+
+
+def test_limits_of_a_key_hold_for_all_fronts_together(tmp_path: Path) -> None:
+    """Not for each: the Conductor's process counts. A front that is gone leaves nothing under way.
+    An admin key works at a front as the token does, and /metrics needs a key."""
+
+    async def use(site: Site) -> None:
+        wanted = (200, "".join(spoken(PROMPT, 4)))
+        for at in (0, 1, 0):
+            assert await site.complete(at, PROMPT, key="a") == wanted
+        status, said = await site.complete(1, PROMPT, key="a")
+        assert (status, "3 requests a minute" in said) == (429, True), said
+        assert (await site.complete(0, PROMPT))[0] == 401
+
+        engine = site.engines["d0"]
+        engine.hold, before = asyncio.Event(), len(engine.calls)
+        waiting = asyncio.create_task(site.complete(0, PROMPT, key="b"))
+        while len(engine.calls) == before:
+            await asyncio.sleep(0.01)
+        status, said = await site.complete(1, PROMPT, key="b")
+        assert (status, "1 requests are under way" in said) == (429, True), said
+        engine.hold.set()
+        assert await waiting == wanted
+        engine.hold = None
+        assert await site.complete(1, PROMPT, key="b") == wanted
+
+        url = f"http://127.0.0.1:{site.fronts[0].port}"
+        for path, key, status in (
+            ("/api/instances", "", 401),
+            ("/api/instances", "a", 403),
+            ("/api/instances", "ops", 200),
+            ("/api/instances", TOKEN, 200),
+            ("/metrics", "", 401),
+            ("/metrics", "ops", 200),
+            ("/new", "", 401),
+            ("/new", "ops", 404),
+            ("/v1/new", "a", 404),
+        ):
+            reply = await site.http.request("GET", url + path, headers=bearer(key), timeout_s=10)
+            assert (path, key, reply.status) == (path, key, status)
+
+    file = tmp_path / "keys"
+    with changed_file(file) as keys:
+        for name, limits in (
+            ("a", KeyLimits(requests_per_minute=3)),
+            ("b", KeyLimits(under_way=1)),
+            ("ops", KeyLimits()),
+        ):
+            scope: Scope = "admin" if name == "ops" else "infer"
+            made = ApiKey(
+                name=name, hash=hash_of(name), tenant=name, scopes=(scope,), limits=limits
+            )
+            keys.append(made)
+    run(use, tmp_path, str(file))

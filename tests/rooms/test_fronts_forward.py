@@ -39,7 +39,7 @@ def test_a_reply_longer_than_a_front_may_hold_passes_and_what_breaks_off_breaks_
         there = await serve(App({("GET", "/l"): long, ("GET", "/s"): short}), "127.0.0.1", 0)
         conductor: Any = SimpleNamespace(url=f"http://127.0.0.1:{there.port}")
         small = lambda: HttpClient(max_reply_bytes=1 << 20, max_per_host=1)  # noqa: E731
-        forward = Forward(conductor, small)
+        forward = Forward(conductor, "secret", small)
         here = await serve(App({}, fallback=cast(Any, forward)), "127.0.0.1", 0)
         client = HttpClient()
         url = f"http://127.0.0.1:{here.port}"
@@ -91,7 +91,7 @@ def test_what_is_under_way_ends_with_the_conductor() -> None:
     async def test() -> None:
         there = await serve(App({("GET", "/s"): streams, ("GET", "/w"): waits}), "127.0.0.1", 0)
         conductor: Any = SimpleNamespace(url=f"http://127.0.0.1:{there.port}")
-        forward = Forward(conductor)
+        forward = Forward(conductor, "secret")
         here = await serve(App({}, fallback=cast(Any, forward)), "127.0.0.1", 0)
         client, url = HttpClient(), f"http://127.0.0.1:{here.port}"
         assert (await client.request("GET", url + "/w", timeout_s=10)).status == 200
@@ -136,7 +136,7 @@ def test_head_through_a_front_has_gets_headers_and_no_body(path: str) -> None:
         routes = {("GET", "/short"): short, ("GET", "/long"): long, ("GET", "/none"): none}
         there = await serve(App(cast(Any, routes)), "127.0.0.1", 0)
         conductor: Any = SimpleNamespace(url=f"http://127.0.0.1:{there.port}")
-        forward = Forward(conductor)
+        forward = Forward(conductor, "secret")
         here = await serve(App({}, fallback=cast(Any, forward)), "127.0.0.1", 0)
         client = HttpClient()
         url = f"http://127.0.0.1:{here.port}{path}"
@@ -165,6 +165,9 @@ def test_a_front_looks_at_the_token_before_it_takes_a_body() -> None:
             seen.append(request)
             raise Unauthorized("no token", "authorization")
 
+        def headers(self, request: HttpRequest) -> dict[str, str]:
+            return {}
+
     async def join(request: HttpRequest) -> Response:
         taken.append(request)
         return Response()
@@ -172,7 +175,7 @@ def test_a_front_looks_at_the_token_before_it_takes_a_body() -> None:
     async def test() -> None:
         there = await serve(App({("POST", "/internal/join"): join}), "127.0.0.1", 0)
         conductor: Any = SimpleNamespace(url=f"http://127.0.0.1:{there.port}")
-        forward = Forward(conductor)
+        forward = Forward(conductor, "secret")
         limits = {"/internal/": 64 << 20}
         app = App({}, fallback=cast(Any, forward), gate=Gate(), body_limits=limits)
         here = await serve(app, "127.0.0.1", 0)

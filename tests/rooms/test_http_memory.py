@@ -345,7 +345,7 @@ def test_a_forwarded_connection_is_no_cycle(ending: str) -> None:
 
     async def main() -> None:
         async with served() as (_, _, url):
-            forward = Forward(Conductor(url))  # type: ignore[arg-type]
+            forward = Forward(Conductor(url), "secret")  # type: ignore[arg-type]
             front = await serve(App({}, fallback=forward), "127.0.0.1", 0)
             here = f"http://127.0.0.1:{front.port}"
             for _ in range(3):

@@ -244,7 +244,7 @@ def test_a_metric_is_read_from_a_page() -> None:
 class Gateway:
     """Says what a cluster of one prefill and one decode instance says, before and after a run."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, token: str = "") -> None:
         """The mirror makes one for each instance, by its URL."""
 
     after = False

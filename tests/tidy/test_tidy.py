@@ -52,6 +52,7 @@ FLOORS = {
         "errors",
         "shares",
         "request",
+        "quota",
         "kv",
         "engine",
         "transfer",

@@ -44,6 +44,7 @@ _COMMANDS: dict[str, tuple[str, str]] = {
     "worker": ("moonserve.cli.roles:worker", "Run one prefill or decode worker."),
     "register": ("moonserve.cli.register:register", "Put external engines into a registry."),
     "unregister": ("moonserve.cli.register:unregister", "Take external engines out of a registry."),
+    "key": ("moonserve.cli.key:key", "Make, list and revoke the API keys of clients."),
     "store": (
         "moonserve.cli.store:store",
         "Run the KV store's master alone, and look into its pool.",

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import msgspec
 
 from moonserve.cli.tls import client_trust
-from moonserve.cli.token import token_for
+from moonserve.cli.token import credential_for
 from moonserve.core.errors import UNREADABLE, ConfigError, EngineFailed, NobodyAlive
 from moonserve.invalid import without_password
 
@@ -34,8 +34,8 @@ class Client:
         token: str | None = None,
         context: SSLContext | None = None,
     ) -> None:
-        """token: None looks for the cluster's token; "" sends none. context: for https:// URLs;
-        None: by the environment, see `client_trust`."""
+        """token: None looks for the cluster's token, or an API key; "" sends none. context: for
+        https:// URLs; None: by the environment, see `client_trust`."""
         from urllib.parse import urlsplit
 
         try:
@@ -56,7 +56,7 @@ class Client:
             self._context = client_trust(url).context()
         self._url = url
         self._headers = {"content-type": "application/json"}
-        if token := token_for(url) if token is None else token:
+        if token := credential_for(url) if token is None else token:
             self._headers["authorization"] = f"Bearer {token}"
 
     def first_model(self) -> str:

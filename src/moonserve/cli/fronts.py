@@ -97,8 +97,10 @@ async def serve_fronts(settings: Settings, token: str, words: Sequence[str] = ()
     Raises ConfigError, GaveUp.
     """
     from moonserve.live.fronts.folder import meeting_folder
+    from moonserve.live.process.access import check_clients
     from moonserve.live.process.supervise import Supervisor, beat, say
 
+    check_clients(settings.host, settings.keys, settings.registry, settings.open)
     ready: set[str] = set()
 
     def tell(name: str, line: str) -> None:

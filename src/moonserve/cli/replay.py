@@ -17,6 +17,7 @@ import click
 from moonserve.cli.client import URL, Client
 from moonserve.cli.output import OutputFile, check_apart, input_path, print_json, write_csv
 from moonserve.cli.tls import client_trust
+from moonserve.cli.token import credential_for
 from moonserve.core.errors import EngineFailed
 
 if TYPE_CHECKING:
@@ -161,7 +162,9 @@ def _run(url: str, model: str, trace: Trace, bound: int, seed: int) -> list[Repl
 
     import asyncio
 
-    answers = asyncio.run(run(url, model, dues(), bound, told, client_trust(url)))
+    answers = asyncio.run(
+        run(url, model, dues(), bound, told, client_trust(url), credential_for(url))
+    )
     if all(answer.outcome == "failed" for answer in answers):
         raise EngineFailed(f"no request was answered; the first: {answers[0].error}")
     return answers

@@ -41,8 +41,8 @@ log = logging.getLogger(__name__)
 _KEYS = ENV_PREFIX + "KEY_"
 """Variables with the API keys of external engines begin so."""
 _OTHERS = (
-    "CONFIG", "LOGGING__LEVEL", "LOGGING__MODULES", "TOKEN", "CACHE", "LIFELINE", "TRACES", "SEED",
-    "PEERS", "ROUTERS", "DYNAMO", "VLLM_PYTHON",
+    "CONFIG", "LOGGING__LEVEL", "LOGGING__MODULES", "TOKEN", "API_KEY", "CACHE", "LIFELINE",
+    "TRACES", "SEED", "PEERS", "ROUTERS", "DYNAMO", "VLLM_PYTHON",
 )  # fmt: skip
 """Variables that are no settings: secrets, folders, and what tests and benchmarks read."""
 _OF_KUBERNETES = re.compile("_SERVICE_(HOST|PORT)|_PORT_[0-9]+_")
@@ -90,16 +90,19 @@ def settings_options(command: str) -> Callable[[_Command], _Command]:
         )(function)
         for name, flag in reversed(all_flags().items()):
             if command in flag.commands:
-                default = _shown(getattr(Settings(), name), flag)
-                function = click.option(
-                    "--" + name.replace("_", "-"),
-                    name,
-                    metavar=flag.metavar,
-                    help=f"{flag.text} [default: {default}]",
-                )(function)
+                function = _option(name, flag)(function)
         return function
 
     return decorate
+
+
+def _option(name: str, flag: Flag) -> Callable[[_Command], _Command]:
+    default = getattr(Settings(), name)
+    flag_name = "--" + name.replace("_", "-")
+    if default is False:
+        return click.option(flag_name, name, flag_value="true", help=flag.text)
+    help_text = f"{flag.text} [default: {_shown(default, flag)}]"
+    return click.option(flag_name, name, metavar=flag.metavar, help=help_text)
 
 
 def size_of(text: str, field: str) -> Bytes:

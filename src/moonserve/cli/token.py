@@ -22,6 +22,8 @@ from moonserve.core.errors import ConfigError
 
 TOKEN = ENV_PREFIX + "TOKEN"
 """The environment variable with the token."""
+API_KEY = ENV_PREFIX + "API_KEY"
+"""The environment variable with an API key, for users who do not have the token."""
 
 
 def read_token() -> str:
@@ -97,6 +99,11 @@ def token_for(url: str) -> str:
         return (_read(token_file()) if _is_here(url) else None) or ""
     except OSError:
         return ""
+
+
+def credential_for(url: str) -> str:
+    """Return what a command sends to a gateway: the token, or MOONSERVE_API_KEY; "": nothing."""
+    return token_for(url) or os.environ.get(API_KEY, "")
 
 
 def _is_here(url: str) -> bool:

@@ -61,6 +61,9 @@ def up(config: Path | None, **flags: str | None) -> None:
         from moonserve.live.transfer import mooncake_master
 
         mooncake_master.require("transport")
+    from moonserve.live.process.access import check_clients
+
+    check_clients(settings.host, settings.keys, settings.registry, settings.open)
     member_tls(settings, "gateway")  # report a wrong file now, before processes start
     port = _free_port(settings.host, settings.port)
     _fetch_model(settings.model)

@@ -9,7 +9,7 @@ all other requests would fail in the same way.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Literal
 
 import msgspec
@@ -17,6 +17,7 @@ import msgspec
 from moonserve.core.errors import UNREADABLE, BadRequest, MoonserveError
 from moonserve.core.units import MICROS_PER_SECOND, Micros, Tokens
 from moonserve.live.clock import LoopClock
+from moonserve.live.http.auth import bearer
 from moonserve.live.http.client import HttpClient, sse_events
 from moonserve.live.openai.reply import ReadReply, read_reply
 from moonserve.live.tls.contexts import SYSTEM, ServerTrust
@@ -55,11 +56,13 @@ async def replay(
     bound: int,
     on_answer: Callable[[ReplayResult], object] = lambda answered: None,
     trust: ServerTrust = SYSTEM,
+    credential: str = "",
 ) -> list[ReplayResult]:
     """Send all requests, which are ordered by time; returns their results in the same order.
 
     At most `bound` requests are open at a time; one that waits for this is late, and its times
-    count the wait. `on_answer` is called with each result as it comes. Raises BadRequest
+    count the wait. `on_answer` is called with each result as it comes; `credential` is an API key
+    or the cluster's token. Raises BadRequest
     at the first reply that all other requests would get too: no such model or path, or no right to
     use it.
     """
@@ -71,7 +74,7 @@ async def replay(
 
     async def one(due: TimedRequest, due_us: Micros) -> ReplayResult:
         try:
-            answered = await _send(http, url, model, due, due_us, clock)
+            answered = await _send(http, url, model, due, due_us, clock, bearer(credential))
         finally:
             places.release()
         if answered.error[:4] in _HOPELESS:
@@ -94,7 +97,13 @@ async def replay(
 
 
 async def _send(
-    http: HttpClient, url: str, model: str, due: TimedRequest, due_us: Micros, clock: LoopClock
+    http: HttpClient,
+    url: str,
+    model: str,
+    due: TimedRequest,
+    due_us: Micros,
+    clock: LoopClock,
+    authorization: Mapping[str, str],
 ) -> ReplayResult:
     answered = ReplayResult(due.id, clock.now_us() - due_us)
     body = {
@@ -111,7 +120,7 @@ async def _send(
         async with http.stream(
             "POST",
             f"{url}/v1/completions",
-            headers={"content-type": "application/json", "x-request-id": due.id},
+            headers={"content-type": "application/json", "x-request-id": due.id, **authorization},
             body=msgspec.json.encode(body),
             timeout_s=_SILENT_S,
             idle_timeout_s=_SILENT_S,

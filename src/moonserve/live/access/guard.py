@@ -1,8 +1,8 @@
 """The guard of a process: it decides by the head of a request whether the process serves it.
 
 Each process that listens gives one `Guard` to its App, so that no route can be forgotten: a path
-that no rule names needs the cluster's token. No body is read before the guard has decided, and no
-secret is logged or repeated in an error.
+that no rule names needs the cluster's token, or an API key with the scope admin. No body is read
+before the guard has decided, and no secret is logged or repeated in an error.
 """
 
 from __future__ import annotations
@@ -10,45 +10,40 @@ from __future__ import annotations
 import hmac
 from collections.abc import Iterable, Mapping
 from ipaddress import ip_address
-from typing import Literal, TypeAlias
 from urllib.parse import urlsplit
 
 from moonserve.core.errors import Forbidden, Unauthorized
+from moonserve.live.access.cors import Cors
+from moonserve.live.access.keys import ApiKey, Keys
+from moonserve.live.access.scopes import Scope, scope_of
 from moonserve.live.http.auth import is_loopback
 from moonserve.live.http.message import HttpRequest
 
-Scope: TypeAlias = Literal["infer", "metrics", "admin"]
-"""What a request may do: use models (/v1/…), read /metrics, or everything else."""
-
-_OPEN_PATHS = frozenset({"/health", "/ready", "/api/health"})
+_NO_HEADERS: Mapping[str, str] = {}
 _SAME_SITE = ("", "none", "same-origin")
 """Values of sec-fetch-site that browsers send for a page of this server, or for no page at all."""
 
 
-def scope_of(path: str) -> Scope | None:
-    """Return what a request for this path needs; None: nothing."""
-    if path.startswith("/v1/"):
-        return "infer"
-    if path in _OPEN_PATHS:
-        return None
-    return "metrics" if path == "/metrics" else "admin"
-
-
 class Guard:
-    """See the module. App calls `admit` for each request."""
+    """See the module. App calls `admit` for each request, and `headers` for each reply."""
 
     def __init__(
         self,
         token: str,
         names: frozenset[str] | None = None,
         open_to_all: Iterable[Scope] = ("metrics",),
+        keys: Keys | None = None,
+        cors: Cors | None = None,
     ) -> None:
         """token: the cluster's; if it is empty, no request has it. names: see `own_names`.
-        open_to_all: scopes that need no token.
+        open_to_all: scopes that need neither token nor key. keys: of clients; None: there are none.
+        cors: which web pages may use models; None: none of another site.
         """
         self._token = f"Bearer {token}".encode() if token else b""
         self._names = names
         self._open = frozenset(open_to_all)
+        self._keys = keys
+        self._cors = cors
 
     def admit(self, request: HttpRequest) -> None:
         """Raise Unauthorized or Forbidden unless this request may be served."""
@@ -58,16 +53,59 @@ class Guard:
         if scope == "admin":
             check_origin(request.headers)
             check_host(request.headers, self._names)
-        if not self._has_token(request):
+        elif self._cors is not None and request.method == "OPTIONS":
+            return  # browsers send no key with it
+        if self._has_token(request):
+            return
+        if self._keys is None:
             raise Unauthorized(
                 "the cluster's token is missing or wrong; send it as `Authorization: Bearer TOKEN`"
                 " (commands of moonserve read it from MOONSERVE_TOKEN)",
                 "authorization",
             )
+        key = self._found(self._keys, request)
+        if not key.may(scope):
+            raise Forbidden(
+                f"key {key.name} has no scope {scope}; it has {', '.join(key.scopes)}",
+                "authorization",
+            )
+
+    def key_of(self, request: HttpRequest) -> ApiKey | None:
+        """Return the key of a request that was admitted; None: it needs none, or has the token.
+
+        Raises Unauthorized if the key was revoked meanwhile.
+        """
+        if self._keys is None or self._has_token(request):
+            return None
+        return self._found(self._keys, request)
+
+    def headers(self, request: HttpRequest) -> Mapping[str, str]:
+        """Return what to add to the headers of a reply, for web pages that may read it."""
+        if self._cors is None or scope_of(request.path) != "infer":
+            return _NO_HEADERS
+        return self._cors.headers(request.headers)
+
+    def _found(self, keys: Keys, request: HttpRequest) -> ApiKey:
+        secret = _secret(request.headers)
+        key = keys.find(secret)
+        if key is None:
+            what = "the API key is unknown or was revoked" if secret else "no API key was sent"
+            raise Unauthorized(
+                f"{what}; send yours as `Authorization: Bearer KEY`, or as `x-api-key: KEY`",
+                "authorization",
+                "invalid_api_key",
+            )
+        return key
 
     def _has_token(self, request: HttpRequest) -> bool:
         given = request.headers.get("authorization", "").encode()
         return bool(self._token) and hmac.compare_digest(given, self._token)
+
+
+def _secret(headers: Mapping[str, str]) -> str:
+    """The API key that a request has; "": none."""
+    scheme, _, secret = headers.get("authorization", "").partition(" ")
+    return secret.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "").strip()
 
 
 def own_names(

@@ -12,7 +12,8 @@ from prometheus_client.metrics_core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from moonserve.core.request import Request, Stopping
-from moonserve.core.units import RequestId, seconds_to_us
+from moonserve.core.units import RequestId, Tokens, seconds_to_us
+from moonserve.live.access.terms import ClientTerms
 from moonserve.live.api.exchange import Exchange
 from moonserve.live.api.limiter import Limiter, Limits, party_of
 from moonserve.live.drive.calls import Caller, CallLimits, Guesses
@@ -24,7 +25,6 @@ from moonserve.live.drive.prompt_info import PromptReader
 from moonserve.live.drive.request import RequestDriver
 from moonserve.live.http.client import HttpClient
 from moonserve.live.http.message import HttpRequest, Response, StreamingResponse
-from moonserve.live.openai import headers
 from moonserve.live.openai.external import ExternalRequest
 from moonserve.live.openai.prompts import Prompts
 from moonserve.live.openai.request import Form
@@ -90,33 +90,34 @@ class EngineText(Collector):
         http: HttpRequest,
         body: bytes,
         form: Form,
-        tenant: str,
+        terms: ClientTerms,
         limiter: Limiter,
         leave: Callable[[], None],
     ) -> Exchange:
         """See Backend."""
         caller = self._caller
-        asked = ExternalRequest(form, body)
-        infos = self._models.of(asked.model)
-        party = party_of(http, tenant)
-        prompt = await self.reader.read_prompt(asked, infos, party)
+        outgoing = ExternalRequest(form, body)
+        outgoing.use_salt(terms.salt(outgoing.salt))
+        infos = self._models.of(outgoing.model)
+        party = party_of(http, terms.tenant)
+        prompt = await self.reader.read_prompt(outgoing, infos, party)
         longest = infos[0].max_len
         default = _COMPLETION_TOKENS if form == "completion" else longest
         request = Request(
             id=limiter.named(http, caller.conductor.known(RequestId(http.id))),
-            model=asked.model,
+            model=outgoing.model,
             length=prompt.length,
-            stopping=Stopping(max_tokens=min(max(1, asked.max_tokens or default), longest)),
-            slo=headers.slo(http.headers),
-            priority=headers.priority(http.headers),
+            stopping=Stopping(max_tokens=min(max(1, outgoing.max_tokens or default), longest)),
+            slo=terms.slo,
+            priority=terms.priority,
             arrived_us=seconds_to_us(http.arrived_s),
-            whole=asked.whole,
-            tenant=tenant,
+            whole=outgoing.whole,
+            tenant=terms.tenant,
             address=party.address,
         )
-        calls = EngineCalls(asked, prompt, request, caller, http.arrived_s)
+        calls = EngineCalls(outgoing, prompt, request, caller, http.arrived_s)
         driver: RequestDriver[Piece] = RequestDriver(request, prompt.keys, caller.conductor, calls)
-        return EngineExchange(request.id, driver, calls, leave)
+        return EngineExchange(request, driver, calls, leave)
 
 
 class EngineExchange(Exchange):
@@ -124,14 +125,20 @@ class EngineExchange(Exchange):
 
     def __init__(
         self,
-        request: RequestId,
+        request: Request,
         driver: RequestDriver[Piece],
         calls: EngineCalls,
         on_close: Callable[[], None],
     ) -> None:
-        super().__init__(request, on_close)
+        super().__init__(request.id, on_close)
+        self._prompt = request.length
         self._driver = driver
         self._calls = calls
+
+    @property
+    def tokens(self) -> Tokens:
+        """See Exchange."""
+        return self._prompt + self._calls.tokens
 
     async def begin(self) -> Response | StreamingResponse:
         """See Exchange."""

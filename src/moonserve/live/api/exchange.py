@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 
 from moonserve.core.errors import MoonserveError
-from moonserve.core.units import RequestId
+from moonserve.core.units import RequestId, Tokens
 from moonserve.live.http.message import Response, StreamingResponse, error_reply
 from moonserve.live.openai.reply import event
 
@@ -33,6 +33,11 @@ class Exchange(ABC):
         self._first = b""
         self._ended = False
         self._closed = False
+
+    @property
+    @abstractmethod
+    def tokens(self) -> Tokens:
+        """Tokens of the prompt and of the answer so far, for limits on tokens."""
 
     @abstractmethod
     async def begin(self) -> Response | StreamingResponse:

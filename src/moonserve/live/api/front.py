@@ -14,13 +14,16 @@ import msgspec
 
 from moonserve.core.errors import NobodyAlive
 from moonserve.core.units import Tokens
+from moonserve.live.access.cors import Cors
+from moonserve.live.access.guard import Guard
+from moonserve.live.access.meter import UNCOUNTED, CountedCall, Meter
+from moonserve.live.access.terms import ClientTerms, terms_of
 from moonserve.live.api.exchange import Exchange
 from moonserve.live.api.limiter import SMALL_BODY_BYTES, Limiter, Limits, party_of
 from moonserve.live.drive.metrics import RequestMetrics
 from moonserve.live.health import Health
 from moonserve.live.http.message import HttpRequest, Response, StreamingResponse, json_response
 from moonserve.live.http.server import Handler
-from moonserve.live.openai import headers
 from moonserve.live.openai.request import CHAT, COMPLETION, Form
 from moonserve.live.ports import ModelCard
 
@@ -64,26 +67,41 @@ class Backend(Protocol):
         http: HttpRequest,
         body: bytes,
         form: Form,
-        tenant: str,
+        terms: ClientTerms,
         limiter: Limiter,
         leave: Callable[[], None],
     ) -> Exchange:
         """Check and prepare one generation; nothing is sent to an instance yet.
 
-        limiter: names the request; leave: to be called when the exchange is closed. Raises
-        BadRequest, ModelNotFound, NobodyAlive, Overloaded.
+        terms: by the headers; limiter: names the request; leave: to be called when the exchange is
+        closed. Raises BadRequest, ModelNotFound, NobodyAlive, Overloaded.
         """
 
 
 class Front:
     """The API over a backend. Mount `routes()` and `prefixes()` in an App."""
 
-    def __init__(self, backend: Backend, health: Health | None = None) -> None:
+    def __init__(
+        self,
+        backend: Backend,
+        health: Health | None = None,
+        guard: Guard | None = None,
+        meter: Meter | None = None,
+        *,
+        salted: bool = False,
+        cors: Cors | None = None,
+    ) -> None:
+        """guard: finds the API key of a request, whose limits `meter` counts; None: there are no
+        keys. salted: whether tenants share no KV. cors: answers preflights; None: nobody does."""
         self.metrics = backend.metrics
         self._backend = backend
         self._limiter = Limiter(backend.limits, self.metrics)
         self._created = int(time.time())
         self._health = health or Health()
+        self._guard = guard
+        self._meter = meter
+        self._salted = salted
+        self._cors = cors
 
     def routes(self) -> dict[tuple[str, str], Handler]:
         """The handlers of exact paths."""
@@ -98,7 +116,12 @@ class Front:
 
     def prefixes(self) -> dict[tuple[str, str], Handler]:
         """The handlers of path prefixes, because a model's name may have slashes."""
-        return {("GET", _MODELS + "/"): self._limiter.counted(_MODELS, self._one_model)}
+        found: dict[tuple[str, str], Handler] = {
+            ("GET", _MODELS + "/"): self._limiter.counted(_MODELS, self._one_model)
+        }
+        if self._cors is not None:
+            found["OPTIONS", "/v1/"] = self._cors.preflight
+        return found
 
     def drain(self) -> None:
         """From now on answer new generations, and /ready, with 503; everything else goes on.
@@ -121,12 +144,18 @@ class Front:
     async def _generate(self, http: HttpRequest, form: Form) -> Response | StreamingResponse:
         if why := self._health.undecided():
             raise NobodyAlive(why)
-        tenant = headers.tenant(http.headers)
-        party = party_of(http, tenant)
+        key = None if self._guard is None else self._guard.key_of(http)
+        terms = terms_of(http.headers, key, self._salted)
+        party = party_of(http, terms.tenant)
         self._limiter.check(party)
+        call: CountedCall = UNCOUNTED
+        exchange: Exchange | None = None
 
         def leave() -> None:
             self._limiter.leave(http, party)
+            if exchange is not None:
+                call.spent(exchange.tokens)
+            call.over()
 
         await http.soon()  # a small body that comes just behind its head is not on its way
         with self._limiter.body(http, party):
@@ -134,12 +163,15 @@ class Front:
             self._limiter.enter(party)
             try:
                 http.cancel_on_disconnect()
+                if key is not None and self._meter is not None and key.limits.counted:
+                    call = await self._meter.enter(key)
                 if len(body) > SMALL_BODY_BYTES:
                     longest = max((card.max_len for card in self._backend.cards()), default=0)
                     await self._limiter.decoding_turn(party, body, longest)
                 exchange = await self._backend.exchange(
-                    http, body, form, tenant, self._limiter, leave
+                    http, body, form, terms, self._limiter, leave
                 )
+                call.spent(exchange.tokens)
             except BaseException:
                 leave()
                 raise

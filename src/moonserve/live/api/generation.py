@@ -11,6 +11,7 @@ from collections.abc import AsyncGenerator, Callable
 
 from moonserve.core.errors import EngineFailed
 from moonserve.core.request import Request
+from moonserve.core.units import Tokens
 from moonserve.live.api.exchange import Exchange
 from moonserve.live.drive.metrics import RequestMetrics
 from moonserve.live.http.message import Response, StreamingResponse
@@ -117,6 +118,11 @@ class TextExchange(Exchange):
         self._writer = writer
         self._streams = stream
         self._wants_ids = ids
+
+    @property
+    def tokens(self) -> Tokens:
+        """See Exchange."""
+        return self._generation.usage().total_tokens
 
     async def begin(self) -> Response | StreamingResponse:
         """See Exchange."""

@@ -15,12 +15,12 @@ from typing import TypeAlias
 from moonserve.core.errors import ModelNotFound
 from moonserve.core.request import Request
 from moonserve.core.units import RequestId, seconds_to_us
+from moonserve.live.access.terms import ClientTerms
 from moonserve.live.api.exchange import Exchange
 from moonserve.live.api.generation import Generation, TextExchange
 from moonserve.live.api.limiter import Limiter, Limits, party_of
 from moonserve.live.drive.metrics import RequestMetrics
 from moonserve.live.http.message import HttpRequest
-from moonserve.live.openai import headers
 from moonserve.live.openai import request as openai
 from moonserve.live.openai.prompts import Prompts, max_tokens
 from moonserve.live.openai.reply import ReplyWriter, reply_head
@@ -66,13 +66,13 @@ class OwnText:
         http: HttpRequest,
         body: bytes,
         form: Form,
-        tenant: str,
+        terms: ClientTerms,
         limiter: Limiter,
         leave: Callable[[], None],
     ) -> Exchange:
         """See Backend."""
         fields = self._parse(form, body)
-        request = await self._request(http, fields, tenant, limiter)
+        request = await self._request(http, fields, terms, limiter)
         generation = Generation(
             request,
             self._serving.generate(request),
@@ -99,13 +99,11 @@ class OwnText:
         return openai.parse_completion(body, longest)
 
     async def _request(
-        self, http: HttpRequest, fields: _Fields, tenant: str, limiter: Limiter
+        self, http: HttpRequest, fields: _Fields, terms: ClientTerms, limiter: Limiter
     ) -> Request:
         """The request for the cluster. Raises BadRequest, ModelNotFound, Overloaded."""
-        slo = headers.slo(http.headers)
-        priority = headers.priority(http.headers)
         card = self.card(fields.model)
-        party = party_of(http, tenant)
+        party = party_of(http, terms.tenant)
         tools = self._tools(card.name)
         prompt = await self._prompts.tokens(fields, tools, card.max_len, party)
         stopping = openai.stopping(fields, max_tokens(fields, len(prompt), card.max_len))
@@ -116,10 +114,10 @@ class OwnText:
             prompt=tuple(prompt),
             sampling=openai.sampling(fields, secrets.randbits(63)),
             stopping=stopping,
-            slo=slo,
-            priority=priority,
+            slo=terms.slo,
+            priority=terms.priority,
             arrived_us=seconds_to_us(http.arrived_s),
-            cache_salt=fields.cache_salt or "",
-            tenant=tenant,
+            cache_salt=terms.salt(fields.cache_salt),
+            tenant=terms.tenant,
             address=party.address,
         )

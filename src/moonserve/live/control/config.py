@@ -37,6 +37,16 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Folder with keys for encrypted KV events; empty: none can be followed."""
     engine_ca: str = ""
     """File of the authorities of external engines; empty: those that the system trusts."""
+    keys: str = ""
+    """File with the API keys of clients, or "registry"; empty: clients need no key."""
+    open: bool = False
+    """Whether it serves clients without keys beyond loopback."""
+    metrics_access: Literal["key", "all"] = "key"
+    """With keys: whether /metrics needs one."""
+    cors_origins: str = ""
+    """Origins of web pages that may use models, with commas between; "*": all."""
+    salt_by: Literal["auto", "tenant", "none"] = "auto"
+    """Whether tenants share KV; auto: they do unless there are keys."""
     registry: str = ""
     """Where workers, other gateways and the store's master are found, such as
     etcd://127.0.0.1:2379; empty: workers join by themselves, and there is no other gateway."""

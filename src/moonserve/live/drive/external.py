@@ -86,6 +86,12 @@ class EngineCalls:
         self._last_s = arrived_s
         """When the last piece came."""
 
+    @property
+    def tokens(self) -> Tokens:
+        """Tokens of the answer so far; 0 before its first byte."""
+        reply = self.reply
+        return reply.tokens if reply.events or reply.counted.completion else 0
+
     def known(self) -> tuple[Tokens, tuple[BlockKey, ...]]:
         """See Calls. It is the prompt."""
         return self._prompt.length, self._prompt.keys

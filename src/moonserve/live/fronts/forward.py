@@ -12,7 +12,9 @@ from collections.abc import Callable, Mapping
 
 from moonserve.core.errors import NobodyAlive
 from moonserve.core.units import Bytes
+from moonserve.live.access.scopes import scope_of
 from moonserve.live.fronts.remote import RemoteConductor
+from moonserve.live.http.auth import bearer
 from moonserve.live.http.client import ClientStream, HttpClient, UpstreamError
 from moonserve.live.http.message import HttpRequest, Response, StreamingResponse, error_response
 from moonserve.live.http.switch import Switch, Switched
@@ -23,18 +25,21 @@ _WHOLE_BYTES: Bytes = 1 << 20
 """Shorter replies are forwarded whole."""
 _OURS = {"connection", "content-length", "expect", "host", "keep-alive", "te", "transfer-encoding"}
 _ITS = {*_OURS, "content-type", "date", "x-request-id"}
-_JUDGED = {"origin", "sec-fetch-site", "upgrade"}
-"""Headers of a request that this front has judged; the Conductor's process has another address."""
+_JUDGED = {"authorization", "origin", "sec-fetch-site", "upgrade", "x-api-key"}
+"""Headers of a request that this front has judged. The Conductor's process knows no API keys, and
+has another address."""
 
 
 class Forward:
     """The handler of all requests that a front does not serve itself."""
 
     def __init__(
-        self, conductor: RemoteConductor, client: Callable[[], HttpClient] = HttpClient
+        self, conductor: RemoteConductor, token: str, client: Callable[[], HttpClient] = HttpClient
     ) -> None:
-        """client: makes an HttpClient, which only this object uses."""
+        """token: the cluster's, for all requests that this front has admitted. client: makes an
+        HttpClient, which only this object uses."""
         self._conductor = conductor
+        self._token = token
         self._client = client
         self._http = client()
 
@@ -63,6 +68,8 @@ class Forward:
         name = request.headers.get("upgrade")
         headers = {k: v for k, v in request.headers.items() if k not in _OURS | _JUDGED}
         headers["x-request-id"] = request.id
+        if scope_of(request.path) in ("admin", "metrics"):
+            headers |= bearer(self._token)
         try:
             if name is not None:
                 there = _Pipe()

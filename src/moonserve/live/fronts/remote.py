@@ -7,16 +7,19 @@ and requests are refused. Requests that were under way have failed. It connects 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 from collections.abc import Callable, Sequence
 
 import msgspec
 
-from moonserve.core.errors import BadRequest, NobodyAlive
+from moonserve.core.errors import BadRequest, NobodyAlive, Overloaded
 from moonserve.core.request import Request
 from moonserve.core.schedule.actions import Refuse
 from moonserve.core.schedule.facts import InstanceInfo
 from moonserve.core.units import BlockKey, Micros, RequestId, SegmentId, Tokens
+from moonserve.live.access.keys import ApiKey
+from moonserve.live.access.meter import REASON, CountedCall
 from moonserve.live.clock import LoopClock
 from moonserve.live.fronts import wire
 from moonserve.live.fronts.counts import Family
@@ -32,6 +35,11 @@ _GONE = (
     "this gateway's Conductor does not answer; if it died it is started again at once, if it hangs "
     "after 30 seconds"
 )
+
+
+_ENTER_S = 5.0
+_encode = msgspec.msgpack.Encoder().encode
+_decode_entered = msgspec.msgpack.Decoder(wire.Entered).decode
 
 
 class RemoteConductor:
@@ -62,6 +70,7 @@ class RemoteConductor:
         self._limits = limits
         self._keeper: asyncio.Task[None] | None = None
         self._lost = asyncio.Event()
+        self._numbers = itertools.count()
 
     async def start(self) -> None:
         """Connect as soon as the Conductor listens, and again whenever the connection is lost."""
@@ -132,6 +141,24 @@ class RemoteConductor:
         self._inboxes.pop(request, None)
         self.notify(wire.Closed(request, outcome, tbt_us, cached_tokens))
 
+    async def enter(self, key: ApiKey) -> CountedCall:
+        """See access.meter.Meter: the Conductor's process counts for all fronts. Raises NobodyAlive
+        too."""
+        if self._link is None:
+            raise NobodyAlive(_GONE)
+        number = next(self._numbers)
+        body = _encode(wire.Enter(number, key.name, key.limits))
+        deadline_s = asyncio.get_running_loop().time() + _ENTER_S
+        call = RemoteCall(self, number)
+        try:
+            entered = _decode_entered(await self._link.call(wire.ENTER, body, deadline_s))
+        except BaseException:  # it may have been let in
+            call.over()
+            raise
+        if entered.refusal:
+            raise Overloaded(entered.refusal, REASON, entered.retry_after_s)
+        return call
+
     async def _keep(self) -> None:
         loop, tries = asyncio.get_running_loop(), 0
         while True:
@@ -182,6 +209,25 @@ class RemoteConductor:
         for request, inbox in self._inboxes.items():
             inbox.put_nowait(Refuse(request, _GONE))
         self._lost.set()
+
+
+class RemoteCall:
+    """A request of an API key that the Conductor's process counts. See access.meter.CountedCall."""
+
+    def __init__(self, conductor: RemoteConductor, number: int) -> None:
+        self._conductor = conductor
+        self._number = number
+        self._tokens: Tokens = 0
+
+    def spent(self, tokens: Tokens) -> None:
+        """See CountedCall."""
+        if tokens > self._tokens:
+            self._tokens = tokens
+            self._conductor.notify(wire.Metered(self._number, tokens, over=False))
+
+    def over(self) -> None:
+        """See CountedCall."""
+        self._conductor.notify(wire.Metered(self._number, self._tokens, over=True))
 
 
 class _ConductorLink(RpcConnection):

@@ -11,11 +11,12 @@ from typing import Any
 
 import msgspec
 
-from moonserve.core.errors import UNREADABLE, MoonserveError
+from moonserve.core.errors import UNREADABLE, BadRequest, MoonserveError, Overloaded
 from moonserve.core.kv.facts import BlocksRemoved
 from moonserve.core.schedule.actions import Prefill, Refuse
 from moonserve.core.schedule.facts import ClientGone
 from moonserve.core.units import RequestId
+from moonserve.live.access.meter import LocalMeter, MeteredCall
 from moonserve.live.control.loop import ConductorLoop
 from moonserve.live.external.fleet import Fleet
 from moonserve.live.external.monitor import POOL
@@ -26,6 +27,8 @@ from moonserve.live.rpc.connection import ConnectionLimits, RpcConnection
 
 _COUNT_S = 1.0
 """Longest time a front may take to report its counts; after it, its last report is used."""
+_encode = msgspec.msgpack.Encoder().encode
+_decode_enter = msgspec.msgpack.Decoder(wire.Enter).decode
 _decode_counts = msgspec.msgpack.Decoder(list[Family]).decode
 
 
@@ -51,6 +54,7 @@ class FrontServer:
         """The external engines as fronts know them."""
         self._links: set[_FrontLink] = set()
         self._listener: asyncio.Server | None = None
+        self._meter = LocalMeter(conductor.now_us)
         self._gone: list[Family] = []
         """The counters and histograms of fronts that are gone."""
         conductor.watch_instances(self._send_instances)
@@ -112,6 +116,8 @@ class FrontServer:
         self._gone = summed([self._gone, lasting(link.counted)])
         for call in link.outgoing.values():
             call.ended()
+        for metered in link.metered.values():
+            metered.over()
         for request in link.lives:
             self._conductor.tell(ClientGone(request))
             self._conductor.close(request, "cancelled")
@@ -144,14 +150,36 @@ class FrontServer:
                 call = link.outgoing.pop(number)
                 call.count = count
                 call.ended(cached)
+            case wire.Metered(number, tokens, over) if number in link.metered:
+                link.metered[number].spent(tokens)
+                if over:
+                    link.metered.pop(number).over()
             case BlocksRemoved(segment, keys) if segment == POOL and self._fleet is not None:
                 self._fleet.missed(keys)
-            case wire.FirstToken() | wire.Closed() | wire.CallAnswered() | wire.CallEnded():
+            case (
+                wire.FirstToken()
+                | wire.Closed()
+                | wire.CallAnswered()
+                | wire.CallEnded()
+                | wire.Metered()
+            ):
                 pass
             case fact:
                 of = getattr(fact, "request", None)  # facts about blocks have none
                 if of is None or of in link.lives:
                     conductor.tell(fact)
+
+    def enter(self, body: bytes, link: _FrontLink) -> bytes:
+        """Let a request of an API key in, or refuse it. Raises BadRequest: a malformed body."""
+        try:
+            asked = _decode_enter(body)
+        except UNREADABLE as error:
+            raise BadRequest(f"{wire.ENTER} cannot be decoded: {error}") from None
+        try:
+            link.metered[asked.number] = self._meter.let_in(asked.name, asked.limits)
+        except Overloaded as error:
+            return _encode(wire.Entered(str(error), error.retry_after_s))
+        return _encode(wire.Entered())
 
 
 class _FrontLink(RpcConnection):
@@ -159,8 +187,15 @@ class _FrontLink(RpcConnection):
 
     def __init__(self, server: FrontServer, limits: ConnectionLimits) -> None:
         super().__init__(
-            "a front", wire.PROTOCOL, notices=wire.ToConductor, limits=limits, accepted=True
+            "a front",
+            wire.PROTOCOL,
+            answer=self._answer,
+            notices=wire.ToConductor,
+            limits=limits,
+            accepted=True,
         )
+        self.metered: dict[int, MeteredCall] = {}
+        """Requests of API keys with limits that have not ended."""
         self.lives: set[RequestId] = set()
         """Requests that the front opened and has not closed."""
         self.outgoing: dict[int, OutgoingCall] = {}
@@ -190,6 +225,11 @@ class _FrontLink(RpcConnection):
             return
         except UNREADABLE as error:
             self.break_off(f"its counts cannot be decoded: {error}")
+
+    def _answer(self, op: str, body: bytes) -> bytes:
+        if op != wire.ENTER:
+            raise BadRequest(f"no such operation here: {op!r}; there is {wire.ENTER!r}")
+        return self._server.enter(body, self)
 
     def opened(self) -> None:
         self._is_front = True

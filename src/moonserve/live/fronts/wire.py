@@ -16,14 +16,42 @@ from moonserve.core.schedule.actions import Abort, Decode, GiveUp, Prefill, Refu
 from moonserve.core.schedule.facts import InstanceInfo
 from moonserve.core.schedule.observed import Part
 from moonserve.core.units import BlockKey, InstanceId, Micros, RequestId, SegmentId, Tokens
+from moonserve.live.access.keys import KeyLimits
 from moonserve.live.external.spec import InstanceSpec
 from moonserve.live.ports import DriverFact
 from moonserve.live.rpc.connection import ConnectionLimits
 
-PROTOCOL = "moonserve-fronts/2"
+PROTOCOL = "moonserve-fronts/3"
 LIMITS = ConnectionLimits(frame_bytes=256 << 20, unread_bytes=256 << 20, beat_s=1.0, missed_beats=5)
 COUNT = "count"
 """The one operation: a front returns the list of Family that it has counted."""
+
+
+ENTER = "enter"
+"""An operation at the Conductor's process: Enter in, Entered out. See access.meter."""
+
+
+class Enter(msgspec.Struct, frozen=True):
+    """A request of an API key with limits arrived. number: this front's own, of the call."""
+
+    number: int
+    name: str
+    limits: KeyLimits
+
+
+class Entered(msgspec.Struct, frozen=True):
+    """Whether it is let in; if not, why, and when the client should come back."""
+
+    refusal: str = ""
+    retry_after_s: float | None = None
+
+
+class Metered(msgspec.Struct, frozen=True, tag=True):
+    """What a request that was let in has used since its beginning; over: it has ended."""
+
+    number: int
+    tokens: Tokens
+    over: bool
 
 
 class Opened(msgspec.Struct, frozen=True, tag=True):
@@ -155,6 +183,14 @@ class Instances(msgspec.Struct, frozen=True, tag=True):
 
 
 ToConductor: TypeAlias = (
-    DriverFact | Opened | FirstToken | Kept | Closed | CallBegan | CallAnswered | CallEnded
+    DriverFact
+    | Opened
+    | FirstToken
+    | Kept
+    | Closed
+    | CallBegan
+    | CallAnswered
+    | CallEnded
+    | Metered
 )
 ToFront: TypeAlias = Welcome | EngineStates | Instances | Prefill | Decode | Abort | Refuse | GiveUp

@@ -27,6 +27,7 @@ from moonserve.core.errors import (
     MoonserveError,
     NobodyAlive,
     Overloaded,
+    Unauthorized,
 )
 from moonserve.core.units import Bytes
 from moonserve.invalid import in_words, integers, nearest
@@ -189,6 +190,8 @@ def error_response(error: MoonserveError) -> Response:
         headers["accept-encoding"] = "identity"
     elif isinstance(error, MethodNotAllowed):
         headers["allow"] = ", ".join(error.allowed)
+    elif isinstance(error, Unauthorized):
+        headers["www-authenticate"] = "Bearer"
     return json_response(error_reply(error), error.status, headers)
 
 

@@ -57,6 +57,7 @@ Routes: TypeAlias = dict[tuple[str, str], Handler]
 """Handlers by (method, path)."""
 
 _NO_LIMITS: Mapping[str, Bytes] = {}
+_NO_HEADERS: Mapping[str, str] = {}
 _DISCARD_BYTES = 64 << 20
 _DISCARD_S = 5.0
 _DISCARDED_BYTES_PER_S: Bytes = 16 << 20
@@ -586,6 +587,9 @@ class Gate(Protocol):
     def admit(self, request: HttpRequest) -> None:
         """Raise MoonserveError if the request may not be served; called before its body is read."""
 
+    def headers(self, request: HttpRequest) -> Mapping[str, str]:
+        """Return what to add to the headers of its reply."""
+
 
 class NotFound(BadRequest):
     """No such path."""
@@ -732,9 +736,11 @@ class App:
             f"content-type: {reply.content_type}\r\nx-request-id: {request.id}\r\n"
             f"date: {self._date[1]}\r\n"
         )
-        for name, value in reply.headers.items():
+        more = _NO_HEADERS if self._gate is None else self._gate.headers(request)
+        for name, value in (*reply.headers.items(), *more.items()):
             head += f"{name}: {value}\r\n"
-        assert head.count("\n") == 3 + len(reply.headers), "no header has a line break"
+        lines = 3 + len(reply.headers) + len(more)
+        assert head.count("\n") == lines, "no header has a line break"
         return head.encode("latin-1")
 
     async def _send_whole(

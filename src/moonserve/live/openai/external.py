@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from moonserve.core.errors import BadRequest
 from moonserve.core.units import Tokens
@@ -52,7 +53,7 @@ class _Body(msgspec.Struct):
     use_beam_search: bool | None = None
     echo: bool | None = None
     prompt_logprobs: int | None = None
-    cache_salt: str | None = None
+    cache_salt: str | UnsetType | None = UNSET
     vllm_xargs: msgspec.Raw = _UNTOUCHED
     """vLLM copies it into kv_transfer_params, so it must not contain any of the reserved fields."""
     kv_transfer_params: msgspec.Raw = _UNTOUCHED
@@ -84,6 +85,7 @@ class ExternalRequest:
         self.prompt = bytes(body.prompt)
         self.tools = b"" if bytes(body.tools) in _NO_TOOLS else bytes(body.tools)
         self.salt = body.cache_salt or ""
+        self._has_salt = body.cache_salt is not UNSET
         for name in _RESERVED:
             if getattr(body, name) is not _UNTOUCHED:
                 raise BadRequest(f"{name}: only the gateway sets it; leave it out", name)
@@ -132,6 +134,19 @@ class ExternalRequest:
         """The body with these fields (name to JSON) appended."""
         added = b"".join([b',"%b":%b' % (name.encode(), value) for name, value in fields.items()])
         return self.raw.rstrip()[:-1].rstrip() + added + b"}"
+
+    def use_salt(self, salt: str) -> None:
+        """Have engines share the KV of this request with requests of this cache salt only."""
+        if salt == self.salt:
+            return
+        value = msgspec.json.encode(salt)
+        if self._has_salt:  # a field that comes twice would be read by some engines only
+            fields = self._fields()
+            fields["cache_salt"] = msgspec.Raw(value)
+            self.raw = msgspec.json.encode(fields)
+        else:
+            self.raw = self.with_fields({"cache_salt": value})
+        self.salt = salt
 
     def _fields(self) -> dict[str, msgspec.Raw]:
         return decode_json(self.raw, dict[str, msgspec.Raw])

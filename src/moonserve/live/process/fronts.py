@@ -30,19 +30,21 @@ from moonserve.live.http.client import HttpClient, client_of
 from moonserve.live.http.message import HttpRequest, Response
 from moonserve.live.http.server import ProcessPart, Routes
 from moonserve.live.model.catalog import resolve
+from moonserve.live.ports import Registry
+from moonserve.live.process.access import IN_REGISTRY, Access, conductor_guard
 from moonserve.live.process.external import ExternalSettings
 from moonserve.live.process.gateway import (
     Deciding,
     Text,
     expecting,
     front_of,
-    guard_of,
     load_text,
     read_text,
     with_engines,
 )
 from moonserve.live.process.metrics import ProcessMetrics
 from moonserve.live.process.parts import Process, run
+from moonserve.live.registry.entries import open_registry
 from moonserve.live.store.settings import check_reachable, url_of
 from moonserve.live.tasks import keep_doing
 from moonserve.live.tls.contexts import ClientAuth, Tls, trusting
@@ -108,7 +110,7 @@ class ConductorProcess(Process):
         auth: ClientAuth = "required" if config.tls else "none"
         here = msgspec.structs.replace(config, port=0, tls_client_auth=auth)
         parts = [*deciding.parts, fronts]
-        super().__init__(here, http, parts, guard=guard_of(here), name="conductor")
+        super().__init__(here, http, parts, guard=conductor_guard(here), name="conductor")
 
     @classmethod
     async def start(
@@ -155,8 +157,11 @@ class ConductorLink(ProcessPart):
 class FrontProcess(Process):
     """OpenAI's API for some of the clients; made by `start`."""
 
-    def __init__(self, config: GatewayConfig, text: Text | None, path: str) -> None:
-        """`text`: of the model that workers serve; None: engines are external."""
+    def __init__(
+        self, config: GatewayConfig, text: Text | None, path: str, registry: Registry | None
+    ) -> None:
+        """`text`: of the model that workers serve; None: engines are external. registry: has the
+        API keys; None: a file has them, or there are none."""
         http = client_of(config.tls) if text else HttpClient(trusting(config.engine_ca))
         self.conductor = conductor = RemoteConductor(
             path,
@@ -170,10 +175,12 @@ class FrontProcess(Process):
             fleet = RemoteFleet(conductor, http, load_text, os.environ)
         part = -(-config.max_in_flight // config.workers)
         config = msgspec.structs.replace(config, max_in_flight=part)
-        front = front_of(config, conductor, http, health, text, fleet)
-        self._forward = Forward(conductor, lambda: client_of(config.tls))
-        link = ConductorLink(conductor, self._forward)
-        super().__init__(config, http, [link], front, guard=guard_of(config), name="front")
+        access = Access(config, registry, health, conductor)
+        front = front_of(config, conductor, http, health, text, fleet, access)
+        self._forward = Forward(conductor, config.token, lambda: client_of(config.tls))
+        self._registry = registry
+        parts = [*access.parts, ConductorLink(conductor, self._forward)]
+        super().__init__(config, http, parts, front, guard=access.guard, name="front")
 
     @classmethod
     async def start(cls, config: GatewayConfig, path: str, external: bool = False) -> FrontProcess:
@@ -182,9 +189,17 @@ class FrontProcess(Process):
         Raises ConfigError.
         """
         text = None if external else await asyncio.to_thread(read_text, config.model)
-        one = cls(config, text, path)
+        where = config.registry if config.keys == IN_REGISTRY else ""
+        registry = await open_registry(where, config.tls)
+        one = cls(config, text, path, registry)
         await one.listen(one._forward, shared=True)
         return one
+
+    async def stop(self, drain_s: float) -> None:
+        """See Process."""
+        await super().stop(drain_s)
+        if self._registry is not None:
+            await self._registry.close()
 
 
 async def run_conductor(

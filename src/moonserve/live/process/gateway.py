@@ -12,11 +12,12 @@ from collections.abc import Sequence
 import msgspec
 
 from moonserve.core.units import Tokens, seconds_to_us
-from moonserve.live.access.guard import Guard, own_names, split_names
+from moonserve.live.access.meter import LocalMeter
 from moonserve.live.api.engine_text import EngineText
-from moonserve.live.api.front import Front
+from moonserve.live.api.front import Backend, Front
 from moonserve.live.api.limiter import Limits
 from moonserve.live.api.own_text import OwnText
+from moonserve.live.clock import LoopClock
 from moonserve.live.control.config import GatewayConfig
 from moonserve.live.control.control import Control, conductor_and_pool, registered
 from moonserve.live.drive.calls import CallLimits
@@ -33,6 +34,7 @@ from moonserve.live.kvevents.follower import Followers
 from moonserve.live.model.catalog import resolve
 from moonserve.live.model.config import load_config
 from moonserve.live.ports import Conducting, Registry
+from moonserve.live.process.access import Access
 from moonserve.live.process.external import ExternalEngines, ExternalSettings
 from moonserve.live.process.parts import Process, run
 from moonserve.live.text.template import load_template
@@ -124,17 +126,17 @@ class Gateway(Process):
         health: Health,
         deciding: Deciding,
         text: Text | None,
+        access: Access,
     ) -> None:
         self.conductor, self.pool = deciding.conductor, deciding.pool
         self.fleet = deciding.fleet
         calls = deciding.engines_http or http
-        front = front_of(config, self.conductor, calls, health, text, deciding.fleet)
+        front = front_of(config, self.conductor, calls, health, text, deciding.fleet, access)
         for part in deciding.parts:
             for collector in part.collectors():
                 front.metrics.registry.register(collector)
-        super().__init__(
-            config, http, deciding.parts, front, guard=guard_of(config), name="gateway"
-        )
+        parts = [*access.parts, *deciding.parts]
+        super().__init__(config, http, parts, front, guard=access.guard, name="gateway")
 
     @classmethod
     async def start(
@@ -153,16 +155,11 @@ class Gateway(Process):
         config, registry = await registered(with_engines(config, engines))
         http = client_of(config.tls)
         health = Health()
+        access = Access(config, registry, health, LocalMeter(LoopClock().now_us))
         deciding = Deciding(config, http, health, registry, text or "", engines)
-        gateway = cls(config, http, health, deciding, text)
+        gateway = cls(config, http, health, deciding, text, access)
         await gateway.listen()
         return gateway
-
-
-def guard_of(config: GatewayConfig) -> Guard:
-    """The guard of a gateway's process."""
-    names = own_names(config.host, config.advertise_host, split_names(config.allowed_hosts))
-    return Guard(config.token, names, ("infer", "metrics"))
 
 
 def with_engines(config: GatewayConfig, engines: ExternalSettings | None) -> GatewayConfig:
@@ -194,6 +191,7 @@ def front_of(
     health: Health,
     text: Text | None,
     fleet: Fleet | RemoteFleet | None,
+    access: Access,
 ) -> Front:
     """OpenAI's API over the instances of the Conductor.
 
@@ -214,11 +212,20 @@ def front_of(
     health.report_unready(expected.missing)
     if fleet is not None:
         call_limits = CallLimits(config.prefill_timeout_s, token_s=config.token_timeout_s)
-        return Front(EngineText(conductor, fleet, fleet, http, limits, call_limits), health)
+        return _front(
+            EngineText(conductor, fleet, fleet, http, limits, call_limits), health, access
+        )
     assert text is not None, "workers serve a model whose text side is read at the start"
     wire = WireClient(http, config.token, config.prefill_timeout_s, config.token_timeout_s)
     serving = EmbeddedServing(conductor, wire, {text.name: text.max_len})
-    return Front(OwnText(serving, {text.name: text.tools}.__getitem__, limits), health)
+    backend = OwnText(serving, {text.name: text.tools}.__getitem__, limits)
+    return _front(backend, health, access)
+
+
+def _front(backend: Backend, health: Health, access: Access) -> Front:
+    return Front(
+        backend, health, access.guard, access.meter, salted=access.salted, cors=access.cors
+    )
 
 
 async def run_gateway(config: GatewayConfig, specs: Sequence[InstanceSpec] | None = None) -> None:

@@ -18,7 +18,7 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from moonserve.core.store.master import Master
 from moonserve.core.store.words import Terms
 from moonserve.core.units import seconds_to_us
-from moonserve.live.access.guard import Guard, own_names, split_names
+from moonserve.live.access.guard import Guard, own_names
 from moonserve.live.clock import LoopClock
 from moonserve.live.http.client import HttpClient, client_of
 from moonserve.live.http.message import HttpRequest, Response, json_response
@@ -67,8 +67,6 @@ class MasterConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The registry in which gateways and workers find it; "": they get its URL by settings."""
     advertise_host: str | None = None
     """Host at which others reach it, if not `host`."""
-    allowed_hosts: str = ""
-    """Other names, with commas between, under which others may call it."""
 
 
 class SegmentConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -110,8 +108,7 @@ async def run_master(config: MasterConfig, say: Say = say) -> None:
         ("GET", "/api/stats"): stats,
         **pool.routes(),
     }
-    allowed = split_names(config.allowed_hosts)
-    guard = Guard(config.token, own_names(config.host, config.advertise_host, allowed))
+    guard = Guard(config.token, own_names(config.host, config.advertise_host))
     master_app = App(routes, gate=guard, name="store master")
     tls = config.tls
     listener = tls.listener() if tls else None

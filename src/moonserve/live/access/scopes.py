@@ -1,0 +1,18 @@
+"""Scopes: what a request needs by its path, and what an API key may do."""
+
+from __future__ import annotations
+
+from typing import Literal, TypeAlias
+
+Scope: TypeAlias = Literal["infer", "metrics", "admin"]
+"""Use models (/v1/…), read /metrics, or everything else."""
+_OPEN_PATHS = frozenset({"/health", "/ready", "/api/health"})
+
+
+def scope_of(path: str) -> Scope | None:
+    """Return what a request for this path needs; None: nothing."""
+    if path.startswith("/v1/"):
+        return "infer"
+    if path in _OPEN_PATHS:
+        return None
+    return "metrics" if path == "/metrics" else "admin"
