@@ -9,6 +9,8 @@ SHELL := bash
 VENV ?= .venv
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check
+# Python compiles what it imports at the first import; pip would compile all files, for a minute.
+INSTALL := $(PIP) install --quiet --no-compile
 ARGS ?=
 
 # Any Python from 3.11 on; PYTHON=… picks one.
@@ -38,22 +40,22 @@ $(RUN): pyproject.toml requirements/run.lock
 	@test -x $(PY) || $(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); \
 	  echo "$(PYTHON) has no venv module (on Debian and Ubuntu: the package python3-venv)" >&2; exit 1; }
 	@echo "installing into $(VENV); torch alone has a few hundred MB"
-	$(PIP) install --quiet $(if $(LOCKED),$(HASHED)/run.lock,-r requirements/run.in)
-	$(PIP) install --quiet "$(TORCH)" $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
-	$(PIP) install --quiet --no-build-isolation $(if $(LOCKED),--no-deps) --editable .
+	$(INSTALL) $(if $(LOCKED),$(HASHED)/run.lock,-r requirements/run.in)
+	$(INSTALL) "$(TORCH)" $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
+	$(INSTALL) --no-build-isolation $(if $(LOCKED),--no-deps) --editable .
 	@touch $@
 
 $(DEV): $(RUN) requirements/dev.lock
-	$(PIP) install --quiet $(if $(LOCKED),$(HASHED)/dev.lock,--no-build-isolation --editable ".[dev]")
+	$(INSTALL) $(if $(LOCKED),$(HASHED)/dev.lock,--no-build-isolation --editable ".[dev]")
 	@touch $@
 
 # Wheels only: building llama.cpp here could take all memory.
 $(BENCH): $(RUN)
-	$(PIP) install --quiet --only-binary=xllamacpp --no-build-isolation --editable ".[bench]"
+	$(INSTALL) --only-binary=xllamacpp --no-build-isolation --editable ".[bench]"
 	@touch $@
 
 $(PAPER): $(RUN)
-	$(PIP) install --quiet --no-build-isolation --editable ".[paper]"
+	$(INSTALL) --no-build-isolation --editable ".[paper]"
 	@touch $@
 
 up: $(RUN) ## start a cluster on this machine
@@ -86,7 +88,7 @@ soak: $(DEV) model ## an hour of mixed load, and what it left behind: make soak 
 	$(PY) -m tests.chaos.soak $(ARGS)
 
 test-peer: $(DEV) $(BENCH) model ## compare with other implementations
-	$(PIP) install --quiet "transformers>=5"
+	$(INSTALL) "transformers>=5"
 	$(PY) -m pytest -m peer $(ARGS)
 
 # Real engines need some 3 GB of disk and 2 GB of memory each; see tests/vllm. What vLLM's CPU wheel
