@@ -36,6 +36,7 @@ import numpy as np
 import uvloop
 
 from common import machine_line
+from moonserve.cli.token import token_for
 from moonserve.core.errors import ConfigError
 from moonserve.core.store.words import PutOptions
 from moonserve.core.units import BlockKey, LeaseId, SegmentId
@@ -160,11 +161,12 @@ class Ours:
         }
 
     async def _client(self, name: str, shared: bool, options: PutOptions) -> StoreClient:
+        token = token_for(self.url)
         settings = StoreSettings(
-            segment=SegmentId(name), epoch=1, capacity_bytes=0, token=b"", options=options,
-            shared_memory=shared,
+            segment=SegmentId(name), epoch=1, capacity_bytes=0, token=token.encode(),
+            options=options, shared_memory=shared,
         )  # fmt: skip
-        return await StoreClient.open(HttpRpc(self.http, self.url, ""), settings)
+        return await StoreClient.open(HttpRpc(self.http, self.url, token), settings)
 
     async def put(self, client: StoreClient, size: int, count: int) -> float:
         """New objects."""

@@ -77,7 +77,7 @@ def test_who_may_join() -> None:
         await it.stores["p0"].close()  # while its segment lives, it keeps its name
         await it.add("p0", "prefill", epoch=11)
         with pytest.raises(ConfigError, match="newer epoch"):
-            await asyncio.wait_for(older, 10)  # it ends rather than flap
+            await asyncio.wait_for(older, 30)  # it tries for 6 s, and ends rather than flap
 
     run(test)
 

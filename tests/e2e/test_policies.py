@@ -66,7 +66,8 @@ async def warm(it: Site) -> None:
 async def explain(it: Site, request: str, *flags: str) -> str:
     """What `moonserve explain` prints."""
     argv = ["explain", request, "--url", it.url, *flags]
-    result = await asyncio.to_thread(CliRunner().invoke, cli, argv)
+    runner = CliRunner(env={"MOONSERVE_TOKEN": TOKEN})
+    result = await asyncio.to_thread(runner.invoke, cli, argv)
     assert result.exit_code == 0, result.output
     return result.stdout
 

@@ -27,7 +27,7 @@ from moonserve.live.store.remote import HttpRpc
 from moonserve.live.store.settings import url_of
 from moonserve.live.tls.contexts import Tls
 from moonserve.live.worker.config import WorkerConfig
-from moonserve.live.worker.join import GatewayClient, GatewayMember
+from moonserve.live.worker.join import BeatTimes, GatewayClient, GatewayMember
 
 BLOCK = 16
 TOKEN = "the-secret-of-this-test"
@@ -100,7 +100,8 @@ class Site:
         )
         self._stack.push_async_callback(worker.stop, 0)
         joined = asyncio.Event()
-        member = GatewayMember(control, worker.info, worker.load)
+        times = BeatTimes(conflict_s=6.0)  # longer than a silent earlier start keeps its name
+        member = GatewayMember(control, worker.info, worker.load, times)
         task = asyncio.create_task(member.run(joined.set))
         self._stack.callback(task.cancel)
         waiting = asyncio.create_task(joined.wait())
