@@ -14,7 +14,7 @@ from moonserve.core.schedule.profiles import profile_from_json
 from moonserve.live.engine.fake import fake_cost
 from moonserve.sim.synthesize import Shape, synthesize
 from moonserve.sim.trace import write_trace
-from tests.support.inproc import BLOCK, site
+from tests.support.inproc import BLOCK, TOKEN, site
 
 pytestmark = pytest.mark.model  # for its tokenizer and chat template
 
@@ -35,6 +35,7 @@ def test_a_run_its_profile_and_the_same_simulated(trace: Path, tmp_path: Path) -
     """All are served with reuse; the profile is read by simulate; both sides have all figures."""
     out, rows = tmp_path / "mine.json", tmp_path / "rows.csv"
     blocks = ["--block-size", str(2 * BLOCK)]
+    runner = CliRunner(env={"MOONSERVE_TOKEN": TOKEN})
     flags = ["--scale", "2", "--profile-out", str(out), "--rows", str(rows), "--json"]
 
     async def main() -> tuple[Result, Result]:
@@ -43,9 +44,9 @@ def test_a_run_its_profile_and_the_same_simulated(trace: Path, tmp_path: Path) -
             await it.add("p1", "prefill", fake_cost(5_000))
             await it.add("d0", "decode")
             argv = ["replay", str(trace), "--url", it.url, *blocks, "--compare"]
-            done = await asyncio.to_thread(CliRunner().invoke, cli, [*argv, *flags])
+            done = await asyncio.to_thread(runner.invoke, cli, [*argv, *flags])
             await it.settle()
-            return done, await asyncio.to_thread(CliRunner().invoke, cli, argv)
+            return done, await asyncio.to_thread(runner.invoke, cli, argv)
 
     done, unequal = asyncio.run(main())
     assert done.exit_code == 0, done.output
