@@ -14,8 +14,9 @@ import pytest
 from click.testing import CliRunner
 
 from moonserve.cli import cli
-from moonserve.core.errors import ConfigError, Forbidden, Overloaded
+from moonserve.core.errors import ConfigError, Forbidden, Overloaded, Unauthorized
 from moonserve.live.access.cors import Cors
+from moonserve.live.access.guard import Guard
 from moonserve.live.access.keys import ApiKey, KeyLimits, Keys, drawn, hash_of
 from moonserve.live.access.meter import LocalMeter
 from moonserve.live.access.sources import FileSource, RegistrySource, changed_file, read_file
@@ -24,6 +25,7 @@ from moonserve.live.control.config import GatewayConfig
 from moonserve.live.external.spec import InstanceSpec
 from moonserve.live.http.auth import bearer
 from moonserve.live.http.client import ClientResponse, HttpClient
+from moonserve.live.http.message import HttpRequest
 from moonserve.live.process.access import check_clients
 from moonserve.live.process.gateway import Gateway
 from tests.support.fake_vllm import FakeVllm
@@ -91,6 +93,64 @@ def test_a_wrong_line_is_named(tmp_path: Path, line: str, message: str) -> None:
         read_file(file)
 
 
+def test_a_file_that_others_can_change_is_refused(tmp_path: Path) -> None:
+    """Others could add a key with the scope admin."""
+    file = tmp_path / "keys"
+    write(file, made("a"))
+    file.chmod(0o664)
+    with pytest.raises(ConfigError, match="chmod 600"):
+        read_file(file)
+    file.chmod(0o644)  # hashes may be read
+    assert read_file(file) == [made("a")]
+
+
+def test_a_wait_that_clients_would_not_obey_is_cut() -> None:
+    """OpenAI's clients obey 60 s at most; the message has the whole time."""
+
+    async def test() -> None:
+        meter = LocalMeter(lambda: 0)
+        key = made("a", tokens_per_minute=50)
+        (await meter.enter(key)).spent(6_000)
+        with pytest.raises(Overloaded, match="room again in 71") as caught:
+            await meter.enter(key)
+        assert caught.value.retry_after_s == 60.0
+
+    asyncio.run(test())
+
+
+def test_the_scheme_of_a_token_has_no_case() -> None:
+    """RFC 9110, 11.1; another scheme or token is refused."""
+    guard = Guard(TOKEN)
+
+    def admitted(authorization: str) -> bool:
+        headers = {"host": "localhost", "authorization": authorization}
+        request = HttpRequest("GET", "/api/stats", "/api/stats", b"", headers, NoSource())
+        try:
+            guard.admit(request)
+        except Unauthorized:
+            return False
+        return True
+
+    assert admitted(f"bearer {TOKEN}")
+    assert admitted(f"Bearer {TOKEN}")
+    assert not admitted(f"Basic {TOKEN}")
+    assert not admitted(f"Bearer {TOKEN}x")
+    assert not admitted("")
+
+
+class NoSource:
+    """The connection of a request that nobody reads."""
+
+    def pause(self) -> None:
+        """See BodySource."""
+
+    def resume(self) -> None:
+        """See BodySource."""
+
+    def go_on(self) -> None:
+        """See BodySource."""
+
+
 def test_keys_change_while_the_gateway_runs(tmp_path: Path) -> None:
     """A revoked key is forgotten; a file that became wrong changes nothing and is an alarm."""
 
@@ -111,6 +171,7 @@ def test_keys_change_while_the_gateway_runs(tmp_path: Path) -> None:
         async with asyncio.timeout(5):
             while not source.alarms():
                 await asyncio.sleep(0.05)
+        assert str(file.parent) not in source.alarms()[0], "clients can read it"
         assert keys.find("b") is not None
         file.unlink()
         write(file, made("c"))
@@ -390,8 +451,8 @@ def test_a_setting_of_origins_is_checked() -> None:
     assert dict(Cors(["*"]).headers({})) == {}
 
 
-def test_keys_of_the_registry_are_used_by_all_gateways() -> None:
-    """A change is noticed at once; an entry that cannot be read closes out its own client only."""
+def test_keys_of_the_registry_are_used_by_all_gateways(caplog: pytest.LogCaptureFixture) -> None:
+    """A change is noticed at once; if an entry cannot be read, only its own client is refused."""
 
     async def test() -> None:
         registry, keys = MemoryRegistry(), Keys()
@@ -405,7 +466,8 @@ def test_keys_of_the_registry_are_used_by_all_gateways() -> None:
         async with asyncio.timeout(5):
             while keys.find("b") is None or not source.alarms():
                 await asyncio.sleep(0.01)
-        assert "keys/c is not used" in source.alarms()[0]
+        assert "keys/c is not used" in caplog.text
+        assert "keys/c" not in source.alarms()[0], "clients can read it"
         await registry.remove("keys/a")
         async with asyncio.timeout(5):
             while keys.find("a") is not None:

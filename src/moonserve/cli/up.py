@@ -206,14 +206,21 @@ def _say_hello(settings: Settings, port: int) -> None:
     body = f'{{"model": "{name}", "messages": [{{"role": "user", "content": "Hi!"}}]}}'
     program = "moonserve" if shutil.which("moonserve") else f"{sys.executable} -m moonserve"
     hint = "" if url == "http://127.0.0.1:8000" else f" --url {url}"
-    cacert = known = ""
+    options = known = ""
     if ca := _authority(settings):
-        cacert = f" --cacert {ca}"
+        options = f" --cacert {ca}"
         known = f"MOONSERVE_TLS_CA={ca} "
+        if settings.tls_client_auth == "required":
+            folder = settings.tls_dir or "."
+            options += f" --cert {folder}/client.crt --key {folder}/client.key"
+            known += f"MOONSERVE_TLS_CERT={folder}/client.crt "
+            known += f"MOONSERVE_TLS_KEY={folder}/client.key "
+    if settings.keys:
+        options += ' -H "authorization: Bearer $MOONSERVE_API_KEY"'
     LINES.put(
         sys.stdout,
         f"\nReady at {url}\n\n"
-        f"  curl{cacert} {url}/v1/chat/completions -H 'content-type: application/json'"
+        f"  curl{options} {url}/v1/chat/completions -H 'content-type: application/json'"
         f" -d '{body}'\n"
         f'  {known}{program} ask "Why is the sky blue?"{hint}\n',
     )

@@ -39,7 +39,7 @@ class Guard:
         open_to_all: scopes that need neither token nor key. keys: of clients; None: there are none.
         cors: which web pages may use models; None: none of another site.
         """
-        self._token = f"Bearer {token}".encode() if token else b""
+        self._token = token.encode()
         self._names = names
         self._open = frozenset(open_to_all)
         self._keys = keys
@@ -98,8 +98,12 @@ class Guard:
         return key
 
     def _has_token(self, request: HttpRequest) -> bool:
-        given = request.headers.get("authorization", "").encode()
-        return bool(self._token) and hmac.compare_digest(given, self._token)
+        if not self._token:
+            return False
+        scheme, _, given = request.headers.get("authorization", "").partition(" ")
+        return hmac.compare_digest(given.strip().encode(), self._token) and (
+            scheme.lower() == "bearer"
+        )
 
 
 def _secret(headers: Mapping[str, str]) -> str:

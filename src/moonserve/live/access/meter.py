@@ -19,6 +19,8 @@ from moonserve.live.access.keys import ApiKey, KeyLimits
 
 REASON = "key_limit"
 _BUSY_S = 1.0
+_LONGEST_S = 60.0
+"""OpenAI's clients obey no longer Retry-After."""
 _KEPT = 4_096
 
 
@@ -88,10 +90,12 @@ class LocalMeter:
             (use.tokens_us, limits.tokens_per_minute, "tokens"),
         ):
             if most is not None and (left_us := wait_us(used_us, most, now_us)):
+                left_s = left_us / MICROS_PER_SECOND
                 raise Overloaded(
-                    f"key {name}: its limit is {most} {what} a minute",
+                    f"key {name}: its limit is {most} {what} a minute; it has room again in"
+                    f" {left_s:.0f} s",
                     REASON,
-                    left_us / MICROS_PER_SECOND,
+                    min(left_s, _LONGEST_S),
                 )
         if limits.requests_per_minute is not None:
             use.requests_us = spent(use.requests_us, limits.requests_per_minute, 1, now_us)

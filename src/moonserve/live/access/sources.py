@@ -30,15 +30,23 @@ log = logging.getLogger(__name__)
 ENTRIES = "keys/"
 """The registry's keys of API keys begin so."""
 _LOOK_S = 1.0
+_ALARM = "not all API keys can be read where they are kept; the log says why"
 
 
 def read_file(path: Path) -> list[ApiKey]:
     """Return the keys of a file. Raises ConfigError with the line, or if there is no file."""
     try:
+        found_stat = path.stat()
         text = path.read_bytes()
     except OSError as error:
         remedy = "" if path.exists() else "; make the first key with `moonserve key create`"
         raise ConfigError(f"cannot read {path}: {error.strerror}{remedy}", "keys") from None
+    if found_stat.st_mode & 0o022 or found_stat.st_uid not in (0, os.getuid()):
+        raise ConfigError(
+            f"{path} can be changed by other users, who could add keys; make it this user's, and"
+            " `chmod 600` it",
+            "keys",
+        )
     found: list[ApiKey] = []
     for number, line in enumerate(text.splitlines(), 1):
         if not line.strip():
@@ -97,14 +105,14 @@ class KeySource(ProcessPart):
     """What keeps the `Keys` of a process as their source has them."""
 
     def __init__(self, keys: Keys) -> None:
-        self.alarm = ""
-        """Why the keys may be old; empty: they are not."""
+        self._wrong = ""
+        """What is wrong at the source, for the log; empty: nothing."""
         self._keys = keys
         self._following: asyncio.Task[None] | None = None
 
     def alarms(self) -> list[str]:
-        """Return what is wrong with the source."""
-        return [self.alarm] if self.alarm else []
+        """Return that something is wrong, without names or paths: clients can read it."""
+        return [_ALARM] if self._wrong else []
 
     async def start(self, port: int) -> None:
         """Follow the source."""
@@ -122,14 +130,13 @@ class KeySource(ProcessPart):
         try:
             keys = read()
         except ConfigError as error:
-            why = f"the API keys of before are still used: {error}"
-            if self.alarm != why:
-                log.error("%s", why)
-            self.alarm = why
+            if self._wrong != str(error):
+                log.error("the API keys of before are still used: %s", error)
+            self._wrong = str(error)
             return
-        if self.alarm:
+        if self._wrong:
             log.info("the API keys can be read again")
-        self.alarm = ""
+        self._wrong = ""
         self._keys.use(keys)
 
 
@@ -181,14 +188,14 @@ class RegistrySource(KeySource):
             self._take_entries(entries)
 
     def _take_entries(self, entries: Mapping[str, bytes]) -> None:
-        """Use all entries that can be read; a wrong one closes out its own client only."""
+        """Use all entries that can be read; only the client of a wrong one is refused."""
         found, wrong = [], ""
         for name, text in entries.items():
             try:
                 found.append(read_key(text))
             except ConfigError as error:
                 wrong = f"registry: {name} is not used: {error}"
-        if wrong and wrong != self.alarm:
+        if wrong and wrong != self._wrong:
             log.error("%s", wrong)
-        self.alarm = wrong
+        self._wrong = wrong
         self._keys.use(found)

@@ -70,6 +70,17 @@ class Access:
         self.guard = Guard(config.token, _names(config), _open(config), keys, self.cors)
 
 
+def watched_keys(
+    config: GatewayConfig, registry: Registry | None, health: Health
+) -> list[ProcessPart]:
+    """The source of keys in a process that has no clients: it only reports alarms in `health`."""
+    if not config.keys:
+        return []
+    source = _source(config.keys, Keys(), registry)
+    health.report_alarms(source.alarms)
+    return [source]
+
+
 def conductor_guard(config: GatewayConfig) -> Guard:
     """The guard of the Conductor's own process. Its fronts send the token for what they admitted;
     config: with the host at which it listens."""

@@ -31,7 +31,7 @@ from moonserve.live.http.message import HttpRequest, Response
 from moonserve.live.http.server import ProcessPart, Routes
 from moonserve.live.model.catalog import resolve
 from moonserve.live.ports import Registry
-from moonserve.live.process.access import IN_REGISTRY, Access, conductor_guard
+from moonserve.live.process.access import IN_REGISTRY, Access, conductor_guard, watched_keys
 from moonserve.live.process.external import ExternalSettings
 from moonserve.live.process.gateway import (
     Deciding,
@@ -127,7 +127,9 @@ class ConductorProcess(Process):
         config, registry = await registered(with_engines(config, engines))
         http = client_of(config.tls)
         name = resolve(config.model).name if specs is None else ""
-        deciding = Deciding(config, http, Health(), registry, name, engines, config.port)
+        health = Health()
+        deciding = Deciding(config, http, health, registry, name, engines, config.port)
+        deciding.parts += watched_keys(config, registry, health)
         one = cls(config, http, deciding, path)
         await one.listen()
         return one

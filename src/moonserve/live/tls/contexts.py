@@ -62,7 +62,8 @@ class ServerTrust(msgspec.Struct, frozen=True):
 
     def refused(self, peer: str) -> str:
         """Say in words why `peer` may have closed a connection right after the handshake."""
-        why = "it may ask for a certificate: set --tls-cert and --tls-key"
+        why = "it may ask for a certificate: set --tls-cert and --tls-key, for commands such as ask"
+        why += " MOONSERVE_TLS_CERT and MOONSERVE_TLS_KEY"
         if self.certificate:
             why = f"it may not accept {self.certificate}, by its authority or its dates"
         return f"{peer}: closed after the TLS handshake, before a reply; {why}"
