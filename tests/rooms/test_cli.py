@@ -430,7 +430,7 @@ def test_ask_refuses_stdin_that_is_not_text() -> None:
 
 def test_up_names_a_host_it_cannot_listen_on() -> None:
     """An address of another machine is an error of --host, not of --port."""
-    result = run("up", "--host", "203.0.113.1", "--port", "0")
+    result = run("up", "--host", "203.0.113.1", "--port", "0", "--open")
     assert result.exit_code == 2
     assert result.stderr.startswith("error: host:")
 

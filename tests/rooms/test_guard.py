@@ -77,7 +77,7 @@ def test_a_path_that_no_rule_names_needs_the_token() -> None:
         assert refused(guard, path, authorization=f"Bearer {TOKEN}") == (200, "")
 
 
-@pytest.mark.parametrize("given", ["", "Bearer ", "Bearer", f"bearer {TOKEN}", TOKEN, "Bearer é"])
+@pytest.mark.parametrize("given", ["", "Bearer ", "Bearer", f"Basic {TOKEN}", TOKEN, "Bearer é"])
 def test_no_other_header_is_the_token(given: str) -> None:
     """Of an empty token there is no right form at all."""
     for token in (TOKEN, ""):
