@@ -73,8 +73,8 @@ class Gateway:
 
 
 async def until(true: Callable[[], bool]) -> None:
-    """Wait until something holds; fails after five seconds."""
-    async with asyncio.timeout(5):
+    """Wait until something holds; fails after 25 seconds."""
+    async with asyncio.timeout(25):
         while not true():
             await asyncio.sleep(0.005)
 
