@@ -19,7 +19,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from moonserve.live.transfer import mooncake_master
-from tests.support.up import PROGRAM, Up, children_of, gone
+from tests.support.up import PROGRAM, TOKEN, Up, children_of, gone
 
 pytestmark = [pytest.mark.model, pytest.mark.mooncake]  # model: for its tokenizer
 FAKE = ("--engine", "fake", "--segment-bytes", "64MiB")
@@ -63,6 +63,7 @@ def test_what_only_mooncake_knows_is_said_to_be_so() -> None:
                 capture_output=True,
                 text=True,
                 check=False,
+                env={**os.environ, "MOONSERVE_TOKEN": TOKEN},
             )
             assert done.returncode in (1, 2)
             assert done.stdout == ""

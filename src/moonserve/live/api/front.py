@@ -147,7 +147,6 @@ class Front:
         key = None if self._guard is None else self._guard.key_of(http)
         terms = terms_of(http.headers, key, self._salted)
         party = party_of(http, terms.tenant)
-        self._limiter.check(party)
         call: CountedCall = UNCOUNTED
         exchange: Exchange | None = None
 
@@ -157,7 +156,9 @@ class Front:
                 call.spent(exchange.tokens)
             call.over()
 
-        await http.soon()  # a small body that comes just behind its head is not on its way
+        if http.unread():
+            self._limiter.check(party)
+            await http.soon()  # a small body that comes just behind its head is not on its way
         with self._limiter.body(http, party):
             body = await http.body()
             self._limiter.enter(party)

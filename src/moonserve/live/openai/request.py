@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from operator import attrgetter
 from typing import Any, Literal, TypeAlias
 
 import msgspec
@@ -362,9 +363,15 @@ def _common(sent: _Common) -> dict[str, Any]:
     return {name: getattr(sent, name) for name in _Common.__struct_fields__}
 
 
+_unsupported_of = attrgetter(*_UNSUPPORTED)
+_NONE_SENT = (_UNTOUCHED,) * len(_UNSUPPORTED)
+
+
 def _refuse_unsupported(sent: _Unserved) -> None:
-    for name, harmless in _UNSUPPORTED.items():
-        raw = getattr(sent, name)
+    raws = _unsupported_of(sent)
+    if raws == _NONE_SENT:  # the usual case, in one comparison
+        return
+    for (name, harmless), raw in zip(_UNSUPPORTED.items(), raws, strict=True):
         if raw is _UNTOUCHED or _is_any_of(bytes(raw), harmless):
             continue
         only = " or ".join(msgspec.json.encode(h).decode() for h in harmless)
