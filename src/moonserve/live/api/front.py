@@ -148,12 +148,14 @@ class Front:
         terms = terms_of(http.headers, key, self._salted)
         party = party_of(http, terms.tenant)
         call: CountedCall = UNCOUNTED
-        exchange: Exchange | None = None
+        counted: Exchange | None = None
 
         def leave() -> None:
+            nonlocal counted
             self._limiter.leave(http, party)
-            if exchange is not None:
-                call.spent(exchange.tokens)
+            if counted is not None:
+                call.spent(counted.tokens)
+                counted = None  # it has `leave`: no request that has ended may be a cycle
             call.over()
 
         if http.unread():
@@ -172,6 +174,7 @@ class Front:
                 exchange = await self._backend.exchange(
                     http, body, form, terms, self._limiter, leave
                 )
+                counted = exchange
                 call.spent(exchange.tokens)
             except BaseException:
                 leave()

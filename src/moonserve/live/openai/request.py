@@ -359,8 +359,11 @@ def wants_usage(request: GenerationRequest) -> bool:
     return request.stream_options is not None and bool(request.stream_options.include_usage)
 
 
+_common_of = attrgetter(*_Common.__struct_fields__)
+
+
 def _common(sent: _Common) -> dict[str, Any]:
-    return {name: getattr(sent, name) for name in _Common.__struct_fields__}
+    return dict(zip(_Common.__struct_fields__, _common_of(sent), strict=True))
 
 
 _unsupported_of = attrgetter(*_UNSUPPORTED)
