@@ -142,7 +142,7 @@ async def _bodies(port: int, form: bytes, item: bytes, model: str, path: str = T
     await _same(port, path, form % (model.encode(), many))
 
 
-async def _same(port: int, path: str, body: bytes) -> None:
+async def _same(port: int, path: str, body: bytes, clients: int = 48) -> None:
     async def each(number: int) -> None:
         connection = await Connection.open(port, ATTACKER)
         try:
@@ -151,7 +151,7 @@ async def _same(port: int, path: str, body: bytes) -> None:
         finally:
             connection.close()
 
-    await forever(48, each)
+    await forever(clients, each)
 
 
 async def pipelined(port: int, model: str) -> None:
@@ -209,16 +209,7 @@ async def long_texts(port: int, model: str) -> None:
     """Eight clients that send texts as long as the context allows, one after the other."""
     text = "The quick brown fox jumps over the lazy dog. " * 8_000
     body = json.dumps({"model": model, "prompt": text}).encode()
-
-    async def each(number: int) -> None:
-        connection = await Connection.open(port, ATTACKER)
-        try:
-            await connection.send(head(TEXT, len(body), tenant(f"t{number}")), body)
-            await connection.status()
-        finally:
-            connection.close()
-
-    await forever(8, each)
+    await _same(port, TEXT, body, clients=8)
 
 
 Attack = Callable[[int, str], Awaitable[None]]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
+from moonserve.core.shares import Party
 from moonserve.core.units import RequestId
 from moonserve.live.access.keys import ApiKey, hash_of
 from moonserve.live.access.sources import changed_file
@@ -104,7 +105,7 @@ def test_tenants_with_keys_share_no_kv(tmp_path: Path) -> None:
         async with site(admission="none", keys=str(file)) as it:
             await it.add("p0", "prefill")
             await it.add("d0", "decode")
-            stolen = ClientTerms("A", salted=True).salt("")
+            stolen = ClientTerms(Party("A"), salted=True).salt("")
             for key, salt, reused in (
                 ("a", None, 0),
                 ("a", None, 5),

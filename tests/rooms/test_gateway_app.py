@@ -16,7 +16,7 @@ from moonserve.core.errors import DeadlineExceeded, EngineFailed, NobodyAlive, O
 from moonserve.core.request import Sampling, Slo, Stopping
 from moonserve.core.units import seconds_to_us
 from moonserve.live.api.front import Front
-from moonserve.live.api.limiter import Limits, _network
+from moonserve.live.api.limiter import Limits, network
 from moonserve.live.api.own_text import OwnText
 from moonserve.live.http.client import ClientResponse, HttpClient, sse_events
 from moonserve.live.http.server import App, Server, serve
@@ -974,9 +974,9 @@ def test_a_flood_of_one_address_leaves_others_some_places() -> None:
 
 def test_one_ipv6_network_is_one_address() -> None:
     """A client has 2**64 addresses of IPv6; they count as one."""
-    assert _network("2001:db8:0:1::5") == _network("2001:db8:0:1:ffff::6%eth0")
-    assert _network("2001:db8:0:1::5") != _network("2001:db8:0:2::5")
-    assert _network("10.0.0.1") == "10.0.0.1"
+    assert network("2001:db8:0:1::5") == network("2001:db8:0:1:ffff::6%eth0")
+    assert network("2001:db8:0:1::5") != network("2001:db8:0:2::5")
+    assert network("10.0.0.1") == "10.0.0.1"
 
 
 def test_two_live_requests_never_share_an_id() -> None:

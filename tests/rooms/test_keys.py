@@ -15,6 +15,7 @@ from click.testing import CliRunner
 
 from moonserve.cli import cli
 from moonserve.core.errors import ConfigError, Forbidden, Overloaded, Unauthorized
+from moonserve.core.shares import Party
 from moonserve.live.access.cors import Cors
 from moonserve.live.access.guard import Guard
 from moonserve.live.access.keys import ApiKey, KeyLimits, Keys, drawn, hash_of
@@ -207,11 +208,11 @@ def test_a_key_limits_what_headers_ask_for() -> None:
 def test_no_two_pairs_of_tenant_and_salt_share_kv() -> None:
     """Not even where their texts run together; without keys the client's salt is used as it is."""
     pairs = [("a", "bc"), ("ab", "c"), ("abc", ""), ("", "abc"), ("1", "1:a"), ("11", ":a")]
-    salts = {ClientTerms(tenant, salted=True).salt(salt) for tenant, salt in pairs}
+    salts = {ClientTerms(Party(tenant), salted=True).salt(salt) for tenant, salt in pairs}
     assert len(salts) == len(pairs)
     assert {len(salt) for salt in salts} == {64}
-    assert ClientTerms("a").salt("x") == "x"
-    assert ClientTerms("a").salt(None) == ""
+    assert ClientTerms(Party("a")).salt("x") == "x"
+    assert ClientTerms(Party("a")).salt(None) == ""
 
 
 def test_the_meter_refuses_what_is_over_a_limit() -> None:
@@ -398,7 +399,9 @@ def test_tenants_share_no_kv_and_engines_see_a_salt(tmp_path: Path) -> None:
                 assert reply.status == 200
             salts = [call.body["cache_salt"] for call in it.engine.calls]
             wanted = [("a", ""), ("b", ""), ("a", "s"), ("a", "")]
-            assert salts == [ClientTerms(who, salted=True).salt(salt) for who, salt in wanted]
+            assert salts == [
+                ClientTerms(Party(who), salted=True).salt(salt) for who, salt in wanted
+            ]
             assert len({*salts}) == 3
         async with site(tmp_path / "none", made("a"), salt_by="none") as it:
             assert (await it.complete("a")).status == 200

@@ -13,6 +13,7 @@ import msgspec
 
 from moonserve.core.errors import Forbidden
 from moonserve.core.request import Slo
+from moonserve.core.shares import Party
 from moonserve.core.units import Micros
 from moonserve.live.access.keys import ApiKey
 from moonserve.live.openai import headers as of
@@ -21,11 +22,17 @@ from moonserve.live.openai import headers as of
 class ClientTerms(msgspec.Struct, frozen=True):
     """See the module."""
 
-    tenant: str = ""
+    party: Party = Party()
+    """Whose request it is, for limits that clients share."""
     slo: Slo = Slo()
     priority: int = 0
     salted: bool = False
     """Whether tenants share no KV."""
+
+    @property
+    def tenant(self) -> str:
+        """The tenant that the request belongs to; "" if there is none."""
+        return self.party.tenant
 
     def salt(self, given: str | None) -> str:
         """Return the cache salt of the request; given: the one that the client sent.
@@ -39,11 +46,16 @@ class ClientTerms(msgspec.Struct, frozen=True):
         return sha256(b"".join(b"%d:%b" % (len(part), part) for part in parts)).hexdigest()
 
 
-def terms_of(headers: Mapping[str, str], key: ApiKey | None, salted: bool) -> ClientTerms:
-    """Read the headers. Raises BadRequest, and Forbidden for what the key does not allow."""
+def terms_of(
+    headers: Mapping[str, str], key: ApiKey | None, salted: bool, address: str = ""
+) -> ClientTerms:
+    """Read the headers. address: of the client, as limits count it.
+
+    Raises BadRequest, and Forbidden for what the key does not allow.
+    """
     slo, priority, tenant = of.slo(headers), of.priority(headers), of.tenant(headers)
     if key is None:
-        return ClientTerms(tenant, slo, priority, salted)
+        return ClientTerms(Party(tenant, address), slo, priority, salted)
     if tenant not in ("", key.tenant):
         raise Forbidden(
             f"{of.TENANT}: key {key.name} belongs to another tenant than {tenant}; leave the header"
@@ -61,7 +73,7 @@ def terms_of(headers: Mapping[str, str], key: ApiKey | None, salted: bool) -> Cl
         )
     _check(key, of.TTFT, slo.ttft_us, limits.least_ttft_slo_ms)
     _check(key, of.TBT, slo.tbt_us, limits.least_tbt_slo_ms)
-    return ClientTerms(key.tenant, slo, priority, salted)
+    return ClientTerms(Party(key.tenant, address), slo, priority, salted)
 
 
 def _check(key: ApiKey, header: str, us: Micros | None, least_ms: float | None) -> None:

@@ -15,7 +15,7 @@ from moonserve.core.request import Request, Stopping
 from moonserve.core.units import RequestId, Tokens, seconds_to_us
 from moonserve.live.access.terms import ClientTerms
 from moonserve.live.api.exchange import Exchange
-from moonserve.live.api.limiter import Limiter, Limits, party_of
+from moonserve.live.api.limiter import Limiter, Limits
 from moonserve.live.drive.calls import Caller, CallLimits, Guesses
 from moonserve.live.drive.engines import Engines, Models
 from moonserve.live.drive.external import EngineCalls, Piece
@@ -99,8 +99,7 @@ class EngineText(Collector):
         outgoing = ExternalRequest(form, body)
         outgoing.use_salt(terms.salt(outgoing.salt))
         infos = self._models.of(outgoing.model)
-        party = party_of(http, terms.tenant)
-        prompt = await self.reader.read_prompt(outgoing, infos, party)
+        prompt = await self.reader.read_prompt(outgoing, infos, terms.party)
         longest = infos[0].max_len
         default = _COMPLETION_TOKENS if form == "completion" else longest
         request = Request(
@@ -113,7 +112,7 @@ class EngineText(Collector):
             arrived_us=seconds_to_us(http.arrived_s),
             whole=outgoing.whole,
             tenant=terms.tenant,
-            address=party.address,
+            address=terms.party.address,
         )
         calls = EngineCalls(outgoing, prompt, request, caller, http.arrived_s)
         driver: RequestDriver[Piece] = RequestDriver(request, prompt.keys, caller.conductor, calls)

@@ -19,7 +19,7 @@ from moonserve.live.access.guard import Guard
 from moonserve.live.access.meter import UNCOUNTED, CountedCall, Meter
 from moonserve.live.access.terms import ClientTerms, terms_of
 from moonserve.live.api.exchange import Exchange
-from moonserve.live.api.limiter import SMALL_BODY_BYTES, Limiter, Limits, party_of
+from moonserve.live.api.limiter import SMALL_BODY_BYTES, Limiter, Limits, network
 from moonserve.live.drive.metrics import RequestMetrics
 from moonserve.live.health import Health
 from moonserve.live.http.message import HttpRequest, Response, StreamingResponse, json_response
@@ -145,8 +145,8 @@ class Front:
         if why := self._health.undecided():
             raise NobodyAlive(why)
         key = None if self._guard is None else self._guard.key_of(http)
-        terms = terms_of(http.headers, key, self._salted)
-        party = party_of(http, terms.tenant)
+        terms = terms_of(http.headers, key, self._salted, network(http.address))
+        party = terms.party
         call: CountedCall = UNCOUNTED
         counted: Exchange | None = None
 

@@ -17,7 +17,7 @@ import msgspec
 
 from moonserve.core.errors import MoonserveError, NobodyAlive, Overloaded
 from moonserve.core.shares import Party, Shares
-from moonserve.core.units import Bytes, RequestId, Tokens
+from moonserve.core.units import Bytes, RequestId, Tokens, whole_number
 from moonserve.live.drive.metrics import RequestMetrics
 from moonserve.live.http.message import (
     HttpRequest,
@@ -42,17 +42,10 @@ _ID_BYTES: Bytes = 16
 """Room for a token id in JSON, with its comma and spaces."""
 _PAUSES = 9
 """After /metrics has been rendered, it is not rendered again for so many times as long."""
-_DIGITS = 19
-"""A content-length of so many digits is over every limit."""
-
-
-def party_of(http: HttpRequest, tenant: str) -> Party:
-    """Whose request it is, for limits that clients share."""
-    return Party(tenant, _network(http.address))
 
 
 @lru_cache(1_024)
-def _network(address: str) -> str:
+def network(address: str) -> str:
     """The address of a client; of IPv6, the network of 64 bits that one client gets at least."""
     if ":" not in address:
         return address
@@ -177,10 +170,10 @@ class Limiter:
             yield
             return
         limits = self._limits
-        declared = http.headers.get("content-length", "")
+        declared = whole_number(http.headers.get("content-length", ""))
         size = http.max_body_bytes
-        if declared.isascii() and declared.isdigit() and len(declared) < _DIGITS:
-            size = max(1, min(size, int(declared)))
+        if declared is not None:
+            size = max(1, min(size, declared))
         count_limit = self._bodies.limit(limits.max_bodies, party)
         bytes_limit = self._bodies_bytes.limit(limits.max_bodies_bytes, party)
         bytes_used = self._bodies_bytes.used
@@ -230,7 +223,7 @@ class Limiter:
 
     async def metrics_text(self, request: HttpRequest) -> Response:
         """GET /metrics. Clients take turns, and most of the time belongs to other requests."""
-        await self._rendering.begin(party_of(request, ""), 1)
+        await self._rendering.begin(Party("", network(request.address)), 1)
         loop = asyncio.get_running_loop()
         began_s = loop.time()
         try:

@@ -18,7 +18,7 @@ from moonserve.core.units import RequestId, seconds_to_us
 from moonserve.live.access.terms import ClientTerms
 from moonserve.live.api.exchange import Exchange
 from moonserve.live.api.generation import Generation, TextExchange
-from moonserve.live.api.limiter import Limiter, Limits, party_of
+from moonserve.live.api.limiter import Limiter, Limits
 from moonserve.live.drive.metrics import RequestMetrics
 from moonserve.live.http.message import HttpRequest
 from moonserve.live.openai import request as openai
@@ -103,9 +103,8 @@ class OwnText:
     ) -> Request:
         """The request for the cluster. Raises BadRequest, ModelNotFound, Overloaded."""
         card = self.card(fields.model)
-        party = party_of(http, terms.tenant)
         tools = self._tools(card.name)
-        prompt = await self._prompts.tokens(fields, tools, card.max_len, party)
+        prompt = await self._prompts.tokens(fields, tools, card.max_len, terms.party)
         stopping = openai.stopping(fields, max_tokens(fields, len(prompt), card.max_len))
         return Request(
             id=limiter.named(http, http.id in self._live),
@@ -119,5 +118,5 @@ class OwnText:
             arrived_us=seconds_to_us(http.arrived_s),
             cache_salt=terms.salt(fields.cache_salt),
             tenant=terms.tenant,
-            address=party.address,
+            address=terms.party.address,
         )
