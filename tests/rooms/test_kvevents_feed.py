@@ -27,6 +27,7 @@ from moonserve.live.kvevents import subscriber
 from moonserve.live.kvevents.publisher import Publisher, SegmentEvents
 from moonserve.live.kvevents.subscriber import EventFeed, Subscriptions
 from moonserve.live.kvevents.wire import EventAddress, encode_batch, replay_answer
+from tests.support.kvsockets import zmq_context
 
 SIZE, ME = 4, SegmentId("p0")
 SPACE = Namespace("m", "r", "l", SIZE)
@@ -84,20 +85,20 @@ async def following(
     engine: Publisher, replay: bool = True, topic: str = "", replay_s: float = 2.0
 ) -> AsyncIterator[tuple[EventFeed, Gateway]]:
     """A feed that is connected, and its sink; no socket is left after."""
-    gateway, context = Gateway(), zmq.asyncio.Context()
+    gateway = Gateway()
     before = asyncio.all_tasks()
     at = EventAddress(engine.endpoint, engine.replay_endpoint or "" if replay else "", topic)
-    follower = EventFeed(at, gateway, Subscriptions(context), replay_s=replay_s)
-    await follower.start()
-    try:
-        await until(lambda: follower.connected and follower.order.want is None)
-        await asyncio.sleep(0.05)  # the subscription is under way
-        yield follower, gateway
-    finally:
-        await follower.close()
-        assert asyncio.all_tasks() <= before
-        context.term()  # would hang if a socket were left
-        assert not follower.connected
+    with zmq_context() as context:
+        follower = EventFeed(at, gateway, Subscriptions(context), replay_s=replay_s)
+        await follower.start()
+        try:
+            await until(lambda: follower.connected and follower.order.want is None)
+            await asyncio.sleep(0.05)  # the subscription is under way
+            yield follower, gateway
+        finally:
+            await follower.close()
+            assert asyncio.all_tasks() <= before
+            assert not follower.connected
 
 
 @asynccontextmanager
@@ -200,19 +201,16 @@ def test_a_replay_without_end_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
             await asyncio.sleep(0.02)
 
     async def run() -> None:
-        context = zmq.asyncio.Context()
-        router = context.socket(zmq.ROUTER)
-        router.linger = 0
-        port = router.bind_to_random_port("tcp://127.0.0.1")
-        telling = asyncio.create_task(endless(router))
-        async with engine_at(replay=None) as engine:
-            engine.replay_endpoint = f"tcp://127.0.0.1:{port}"
-            async with following(engine) as (follower, gateway):
-                assert gateway.batches > 3
-                assert not follower.order.complete
-        telling.cancel()
-        router.close()
-        context.term()
+        with zmq_context() as context, context.socket(zmq.ROUTER) as router:
+            router.linger = 0
+            port = router.bind_to_random_port("tcp://127.0.0.1")
+            telling = asyncio.create_task(endless(router))
+            async with engine_at(replay=None) as engine:
+                engine.replay_endpoint = f"tcp://127.0.0.1:{port}"
+                async with following(engine) as (follower, gateway):
+                    assert gateway.batches > 3
+                    assert not follower.order.complete
+            telling.cancel()
 
     asyncio.run(run())
 
@@ -282,12 +280,11 @@ def test_addresses_that_are_none() -> None:
     """A wrong address is a ConfigError that names it, and leaves no socket."""
 
     async def run() -> None:
-        context = zmq.asyncio.Context()
-        for address in (EventAddress("nowhere"), EventAddress(ANY[:-2] + ":1", "tcp://")):
-            follower = EventFeed(address, Gateway(), Subscriptions(context))
-            with pytest.raises(ConfigError, match=r"nowhere|tcp://"):
-                await follower.start()
-        context.term()
+        with zmq_context() as context:
+            for address in (EventAddress("nowhere"), EventAddress(ANY[:-2] + ":1", "tcp://")):
+                follower = EventFeed(address, Gateway(), Subscriptions(context))
+                with pytest.raises(ConfigError, match=r"nowhere|tcp://"):
+                    await follower.start()
         async with engine_at() as engine:
             with pytest.raises(ConfigError, match="cannot listen"):
                 Publisher(engine.endpoint, None)
@@ -376,16 +373,15 @@ def test_as_many_feeds_as_a_fleet_has_engines() -> None:
     """ZMQ's own limit of sockets per process is no limit here."""
 
     async def main() -> None:
-        context = zmq.asyncio.Context()
         address = EventAddress("tcp://127.0.0.1:1", "tcp://127.0.0.1:2")
-        feeds = [EventFeed(address, Gateway(), Subscriptions(context)) for _ in range(400)]
-        try:
-            for one in feeds:
-                await one.start()
-        finally:
-            for one in feeds:
-                await one.close()
-            context.term()
+        with zmq_context() as context:
+            feeds = [EventFeed(address, Gateway(), Subscriptions(context)) for _ in range(400)]
+            try:
+                for one in feeds:
+                    await one.start()
+            finally:
+                for one in feeds:
+                    await one.close()
 
     asyncio.run(main())
 
@@ -395,30 +391,34 @@ def test_two_indexes_share_one_subscription() -> None:
     learns what was published before, and each feed may end without the other."""
 
     async def main() -> None:
-        context = zmq.asyncio.Context()
-        subscriptions, first, second = Subscriptions(context), Gateway(), Gateway()
         async with engine_at() as engine:
-            address = EventAddress(engine.endpoint, engine.replay_endpoint or "")
-            feeds = [EventFeed(address, sink, subscriptions) for sink in (first, second)]
-            await feeds[0].start()
-            await until(lambda: feeds[0].connected)
-            engine.publish([stored(A, SIZE)])
-            await until(lambda: first.has(A) == 3)
-            await feeds[1].start()
-            await until(lambda: second.has(A) == 3)
-            engine.lose(stored(B[:SIZE], SIZE))
-            engine.publish([stored(B, SIZE)])
-            await until(lambda: first.has(B) == second.has(B) == 2)
-            assert (first.batches, second.batches, first.resets, second.resets) == (3, 3, [], [])
-            assert subscriptions.count == 1
-            await feeds[0].close()
-            assert feeds[1].connected
-            engine.publish([ClearedEvent()])
-            await until(lambda: second.has(A) == 0)
-            assert (first.has(A), first.batches) == (3, 3)
-            await feeds[1].close()
-            assert subscriptions.count == 0
-        context.term()
+            with zmq_context() as context:
+                subscriptions, first, second = Subscriptions(context), Gateway(), Gateway()
+                address = EventAddress(engine.endpoint, engine.replay_endpoint or "")
+                feeds = [EventFeed(address, sink, subscriptions) for sink in (first, second)]
+                await feeds[0].start()
+                await until(lambda: feeds[0].connected)
+                engine.publish([stored(A, SIZE)])
+                await until(lambda: first.has(A) == 3)
+                await feeds[1].start()
+                await until(lambda: second.has(A) == 3)
+                engine.lose(stored(B[:SIZE], SIZE))
+                engine.publish([stored(B, SIZE)])
+                await until(lambda: first.has(B) == second.has(B) == 2)
+                assert (first.batches, second.batches, first.resets, second.resets) == (
+                    3,
+                    3,
+                    [],
+                    [],
+                )
+                assert subscriptions.count == 1
+                await feeds[0].close()
+                assert feeds[1].connected
+                engine.publish([ClearedEvent()])
+                await until(lambda: second.has(A) == 0)
+                assert (first.has(A), first.batches) == (3, 3)
+                await feeds[1].close()
+                assert subscriptions.count == 0
 
     asyncio.run(main())
 
@@ -427,23 +427,22 @@ def test_a_bug_in_one_index_leaves_the_other_its_events() -> None:
     """Of two feeds of one subscription only the one whose sink raises ends."""
 
     async def main() -> None:
-        context = zmq.asyncio.Context()
-        subscriptions, bad, good = Subscriptions(context), Gateway(), Gateway()
         async with engine_at() as engine:
-            address = EventAddress(engine.endpoint, engine.replay_endpoint or "")
-            feeds = [EventFeed(address, sink, subscriptions) for sink in (bad, good)]
-            for one in feeds:
-                await one.start()
-            await until(lambda: all(one.connected and one.order.want is None for one in feeds))
-            bad.batch = None  # type: ignore[assignment, method-assign]
-            engine.publish([stored(A, SIZE)])
-            await until(lambda: good.has(A) == 3)
-            assert bad.resets == [("following it failed", False)]
-            assert [one.connected for one in feeds] == [False, True]
-            engine.publish([stored(B, SIZE)])
-            await until(lambda: good.has(B) == 2)
-            for one in feeds:
-                await one.close()
-        context.term()
+            with zmq_context() as context:
+                subscriptions, bad, good = Subscriptions(context), Gateway(), Gateway()
+                address = EventAddress(engine.endpoint, engine.replay_endpoint or "")
+                feeds = [EventFeed(address, sink, subscriptions) for sink in (bad, good)]
+                for one in feeds:
+                    await one.start()
+                await until(lambda: all(one.connected and one.order.want is None for one in feeds))
+                bad.batch = None  # type: ignore[assignment, method-assign]
+                engine.publish([stored(A, SIZE)])
+                await until(lambda: good.has(A) == 3)
+                assert bad.resets == [("following it failed", False)]
+                assert [one.connected for one in feeds] == [False, True]
+                engine.publish([stored(B, SIZE)])
+                await until(lambda: good.has(B) == 2)
+                for one in feeds:
+                    await one.close()
 
     asyncio.run(main())
