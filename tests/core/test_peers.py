@@ -8,6 +8,7 @@ from random import Random
 import pytest
 
 from moonserve.core.kv.index import Match
+from moonserve.core.request import EffectiveSlo, Slo
 from moonserve.core.schedule import peer_policies
 from moonserve.core.schedule.estimate import Ask, Estimate, Options, Roles
 from moonserve.core.schedule.policies import POLICIES
@@ -21,10 +22,12 @@ SECOND = 1_000_000
 NAMES = ("p0", "p1", "p2")
 
 
-def holding(length: int, blocks: tuple[int, ...], views: list[InstanceView]) -> Options:
+def holding(
+    length: int, blocks: tuple[int, ...], views: list[InstanceView], goal_us: int | None = None
+) -> Options:
     """A prompt of which each instance holds so many blocks, decided at 1,000 s."""
     held = {SegmentId(v.info.id): n for v, n in zip(views, blocks, strict=True) if n}
-    ask = Ask(length, Match(max(blocks), held))
+    ask = Ask(length, Match(max(blocks), held), slo=EffectiveSlo(Slo(goal_us)))
     return Estimate(ask, Roles(views, ()), BLOCK, "never", Tuning()).options(views, 1_000 * SECOND)
 
 
@@ -40,6 +43,14 @@ def busy(
     return made
 
 
+def queued(name: str, tokens: int) -> InstanceView:
+    """An instance that at 1,000 s has one prompt of so many tokens to prefill, or none."""
+    made = view(name, "prefill")
+    if tokens:
+        made.promise_prefill(RequestId("p"), 10 * tokens, tokens, 1_000 * SECOND, 0)
+    return made
+
+
 def chosen(policy: str, made: Options, state: PolicyState | None = None) -> int:
     """The row that a policy takes: the lowest score, the first of equals."""
     scores = POLICIES[policy].score(made, state or PolicyState())
@@ -47,6 +58,7 @@ def chosen(policy: str, made: Options, state: PolicyState | None = None) -> int:
     return min(range(len(scores)), key=scores.__getitem__)
 
 
+@pytest.mark.parametrize("policy", ["sglang_cache_aware", "vllm_cache_aware"])
 @pytest.mark.parametrize(
     ("counts", "blocks", "winner"),
     [
@@ -61,10 +73,10 @@ def chosen(policy: str, made: Options, state: PolicyState | None = None) -> int:
         ((129, 129, 194), (0, 0, 9), 0),  # 194 is more than 1.5 * 129
     ],
 )
-def test_sglang(counts, blocks, winner) -> None:  # type: ignore[no-untyped-def]
+def test_sglang_and_vllm(counts, blocks, winner, policy) -> None:  # type: ignore[no-untyped-def]
     """Counts far apart by both thresholds, strictly, balance; else a match above 0.3 wins."""
     views = [busy(name, count) for name, count in zip(NAMES, counts, strict=True)]
-    assert chosen("sglang_cache_aware", holding(40, blocks, views)) == winner
+    assert chosen(policy, holding(40, blocks, views)) == winner
 
 
 def test_sglang_counts_a_coupled_request_once() -> None:
@@ -137,6 +149,97 @@ def test_equals_are_drawn_from_where_the_rule_says_so(policy: str) -> None:
     assert min(drawn.values()) > 60
 
 
+MANY_MS = 0.001 * 512**1.5 + 5
+"""What AIBrix takes for the mean prefill where none was measured: 16.6 ms."""
+
+
+@pytest.mark.parametrize(
+    ("counts", "blocks", "work", "scores"),
+    [
+        # 40 tokens to compute: 0.001 * 253 + 5
+        ((0, 0), (0, 0), (), [5.252982, 5.252982]),
+        # 20 cached, 20 to compute: 0.005 * 20 + 1 + 0.001 * 89.44 + 5, behind two of 16.6 ms
+        ((2, 0), (5, 0), (), [2 * MANY_MS + 6.189443, 5.252982]),
+        # the same behind two of 4 ms
+        ((2, 0), (5, 0), (4_000,), [14.189443, 5.252982]),
+    ],
+)
+def test_aibrix(counts, blocks, work, scores) -> None:  # type: ignore[no-untyped-def]
+    """The score is requests * mean prefill + loading the prefix + computing the rest, in ms."""
+    views = [busy(name, count) for name, count in zip(NAMES, counts, strict=False)]
+    got = peer_policies.aibrix_conductor(holding(40, blocks, views), worked(*work))
+    assert got == pytest.approx(scores, abs=1e-6)
+
+
+def test_aibrix_takes_the_mean_of_what_was_given() -> None:
+    """Of prefills of 3 and 5 ms the mean is 4; what another instance was given does not count."""
+    state = worked(3_000, 900_000).assigned(InstanceId("p0"), 999 * SECOND, 5_000)
+    made = holding(40, (0, 0), [busy("p0", 1), busy("p1")])
+    assert peer_policies.aibrix_conductor(made, state)[0] == pytest.approx(4 + 5.252982, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("ahead", "blocks", "goal_us", "scores"),
+    [
+        # 600, 370 and 140 us to spare: the least is the likeliest
+        ((0, 23, 46), (0, 0, 0), 1_000, [-2, -51, -101]),
+        # the last is late by 60 us; the others spare 600 and 370
+        ((0, 23, 66), (0, 0, 0), 1_000, [-2, -101, 0]),
+        # all are late: the idle ones alone, and all idle ones are equal
+        ((0, 23, 0), (0, 0, 0), 300, [-51, 0, -51]),
+        # all are late and busy, by 50, 100 and 150 us: the least late is the likeliest
+        ((5, 10, 15), (0, 0, 0), 400, [-101, -51, -2]),
+        # without an objective that is the soonest
+        ((5, 10, 15), (0, 0, 0), None, [-101, -51, -2]),
+        # one holds all of the nine blocks that can be cached: it alone, though it is late
+        ((0, 97, 0), (0, 9, 0), 1_000, [0, -51, 0]),
+        # but not if it is later than the soonest by more than 5 s
+        ((0, 500_037, 0), (0, 9, 0), 1_000, [-51, 0, -51]),
+        ((0, 500_036, 0), (0, 9, 0), 1_000, [0, -51, 0]),
+        # eight of nine blocks are more than 0.80: alone among those in time, unless late
+        ((0, 20, 0), (0, 8, 0), 1_000, [0, -51, 0]),
+        ((0, 93, 0), (0, 8, 0), 1_000, [-51, 0, -51]),
+        # seven are less
+        ((0, 0, 0), (0, 7, 0), 1_000, [-101, -2, -101]),
+    ],
+)
+def test_llmd_latency(ahead, blocks, goal_us, scores) -> None:  # type: ignore[no-untyped-def]
+    """Sticky ones, then those in time, then the idle, weighed by how little time they spare."""
+    views = [queued(name, tokens) for name, tokens in zip(NAMES, ahead, strict=True)]
+    made = holding(40, blocks, views, goal_us)
+    assert peer_policies.llmd_latency(made, PolicyState()) == scores
+
+
+def test_llmd_latency_draws_by_weight() -> None:
+    """Weights of 101, 51 and 2 are drawn about so often, and the late one hardly ever."""
+    views = [queued("p0", 0), queued("p1", 23), queued("p2", 46), queued("p3", 66)]
+    made = holding(40, (0, 0, 0, 0), views, 1_000)
+    state = PolicyState(Random(7))
+    drawn = Counter(chosen("llmd_latency", made, state) for _ in range(3_080))
+    assert abs(drawn[2] - 2_020) < 150
+    assert abs(drawn[1] - 1_020) < 150
+    assert abs(drawn[0] - 40) < 30
+    assert 10 < drawn[3] < 60  # 1 of 100 takes those that are late
+
+
+@pytest.mark.parametrize(
+    ("counts", "blocks", "scores"),
+    [
+        # the mean is 2: one has twice as many, two have half; half of the prompt is cached
+        ((4, 1, 1), (5, 0, 0), [0.5, -0.5, -0.5]),
+        # a mean below 1 counts as 1
+        ((1, 0, 0), (0, 0, 5), [2 / 3, -1 / 3, -1 / 3 - 0.5]),
+        # twice the mean costs as much as a full hit, here of 36 of 40 tokens
+        ((4, 2, 0), (9, 0, 0), [0.1, 0, -1]),
+    ],
+)
+def test_production_stack(counts, blocks, scores) -> None:  # type: ignore[no-untyped-def]
+    """The score is requests above the mean, in means of at least 1, less the cached share."""
+    views = [busy(name, count) for name, count in zip(NAMES, counts, strict=True)]
+    got = peer_policies.production_stack_loadaware(holding(40, blocks, views), PolicyState())
+    assert got == pytest.approx(scores)
+
+
 def worked(*work: int, at_us: int = 999 * SECOND, requests: int = 1) -> PolicyState:
     """A state in which each instance was given so many requests of so much work each."""
     state = PolicyState()
@@ -188,6 +291,7 @@ def test_preble_looks_back_three_minutes() -> None:
 
 def test_peers_never_fetch() -> None:
     """None of them loads a prefix from elsewhere: they are compared by routing alone."""
-    names = ("sglang_cache_aware", "dynamo_overlap", "llmd_scorers", "preble_e2")
+    names = [name for name in POLICIES if hasattr(peer_policies, name)]
+    assert len(names) == 8
     assert {POLICIES[name].fetch for name in names} == {"never"}
     assert not any(POLICIES[name].copies or POLICIES[name].late for name in names)

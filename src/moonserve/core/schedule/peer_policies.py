@@ -16,8 +16,9 @@ from moonserve.core.schedule.policy_state import HISTORY_US, PolicyState
 from moonserve.core.schedule.view import InstanceView
 from moonserve.core.units import Micros, Tokens
 
-SGLANG_CACHE_THRESHOLD = 0.3
-SGLANG_BALANCE_ABS, SGLANG_BALANCE_REL = 64, 1.5
+CACHE_THRESHOLD = 0.3
+BALANCE_ABS, BALANCE_REL = 64, 1.5
+"""The launchers' defaults of SGLang's router and of vLLM's, which began as a copy of it."""
 
 LLMD_PREFIX, LLMD_QUEUE = 2.0, 1.0
 LLMD_PREFIX_TOKENS: Tokens = 4_096
@@ -28,6 +29,19 @@ PREBLE_HIGH_LOAD = 15
 PREBLE_SETTLED = 50
 """Requests before loads are compared."""
 
+AIBRIX_CACHED_MS = (0.005, 1.0)
+AIBRIX_COMPUTED_MS = (0.001, 1.5, 5.0)
+AIBRIX_USUAL_TOKENS: Tokens = 512
+"""The prompt whose time stands for the mean prefill of an instance that has measured none."""
+
+LLMD_STICKY, LLMD_STICKY_IN_TIER = 0.99, 0.80
+"""Cached shares of a prompt from which on an instance is sticky: of all, and of one tier."""
+LLMD_PENALTY_US: Micros = 5_000_000
+LLMD_EXPLORES = 0.01
+
+LOADAWARE_BETA = 1.0
+"""Full hits that a load of twice the fleet's mean costs."""
+
 
 def sglang_cache_aware(options: Options, state: PolicyState) -> Sequence[float]:
     """Fewest requests while counts are far apart, else the longest prefix if it is long enough.
@@ -36,19 +50,26 @@ def sglang_cache_aware(options: Options, state: PolicyState) -> Sequence[float]:
     sgl-model-gateway (@053b63f). Far apart: max - min > 64 and max > 1.5 * min. Long enough: more
     than 0.3 of the prompt. These are its launcher's defaults (router_args.py @05e589a); the bare
     Rust struct has 0.5, 32 and 1.1. Where no prefix is long enough we take the fewest requests, as
-    the gateway's code means to (its own comment, and sgl-router, say the smallest tree).
+    the gateway does since PR #14650 (sgl-router took the smallest tree).
 
     Approximated: what an instance holds stands for the router's tree of what it sent there;
     tokens for characters; the first for whichever of equal holders its tree names.
     """
-    counts = [_requests(view) for view in options.views]
-    low = min(counts)
-    high = max(counts)
-    apart = high - low > SGLANG_BALANCE_ABS and high > SGLANG_BALANCE_REL * low
-    cached = max(options.local) * options.block_size / options.ask.length
-    if apart or cached <= SGLANG_CACHE_THRESHOLD:
-        return counts
-    return [-local for local in options.local]
+    return _longest_or_fewest(options)
+
+
+def vllm_cache_aware(options: Options, state: PolicyState) -> Sequence[float]:
+    """Fewest requests while counts are far apart, else the longest prefix if it is long enough.
+
+    vLLM's router, cache_aware, from src/policies/cache_aware.rs (@16917f4) at the defaults of its
+    launcher (src/main.rs @03e9af5, py_src/vllm_router/router_args.py @1700eef): 0.3, 64 and 1.5.
+    It is the rule of SGLang's router, with the fewest requests where no prefix is long enough. So
+    both have the same score here; they are two names, since either may change.
+
+    Left out: affinity by a session's header, which traces do not have. Approximated as for
+    SGLang's; of equal counts its code takes the first worker, and the Conductor's ties are better.
+    """
+    return _longest_or_fewest(options)
 
 
 def dynamo_overlap(options: Options, state: PolicyState) -> Sequence[float]:
@@ -131,6 +152,132 @@ def preble_e2(options: Options, state: PolicyState) -> Sequence[float]:
     if settled and work[chosen] == max(work) >= PREBLE_HIGH_LOAD * min(work):
         return work
     return exploit
+
+
+def aibrix_conductor(options: Options, state: PolicyState) -> Sequence[float]:
+    """Estimated TTFT in ms: requests * mean prefill + use of the prefix + prefill of the rest.
+
+    AIBrix's score policy `conductor` for prefill pods (PR #2387, after FAST'25 section 4), from
+    pkg/plugins/gateway/algorithms/pd/prefill_scorer.go as of 2026-09 with its default
+    coefficients: 0.005 * cached + 1, and 0.001 * rest ** 1.5 + 5, each 0 where there are no such
+    tokens. An instance without a measured prefill counts as one that takes 512 tokens at a time.
+
+    Approximated: the mean prefill is that of the work given in the last 3 minutes, while AIBrix
+    reads the engine's histogram since its start. It has no transfer from other instances either.
+    """
+    cached_ms, cached_base_ms = AIBRIX_CACHED_MS
+    scores = []
+    for local, view in zip(options.local, options.views, strict=True):
+        cached = local * options.block_size
+        past = state.history.get(view.info.id, ())
+        mean_ms = _aibrix_computed_ms(AIBRIX_USUAL_TOKENS)
+        if past:
+            mean_ms = sum(work_us for _, work_us in past) / len(past) / 1e3
+        prefix_ms = cached_ms * cached + cached_base_ms if cached else 0.0
+        rest_ms = _aibrix_computed_ms(options.ask.length - cached)
+        scores.append(view.prefills * mean_ms + prefix_ms + rest_ms)
+    return scores
+
+
+def _aibrix_computed_ms(tokens: Tokens) -> float:
+    scale_ms, power, base_ms = AIBRIX_COMPUTED_MS
+    computed: float = scale_ms * tokens**power + base_ms
+    return computed
+
+
+def llmd_latency(options: Options, state: PolicyState) -> Sequence[float]:
+    """Of the instances predicted to be in time, one drawn, likelier the less time it spares.
+
+    llm-d's latency scorer (pkg/epp/framework/plugins/scheduling/scorer/latency/plugin.go of
+    llm-d-router @2b0e757), with the filters before it (prefixcacheaffinity @066c20e,
+    sloheadroomtier @45c3854) and the weighted random picker, at the values of its guide:
+
+    1. Sticky instances, with 0.99 of the prompt cached, come alone, if there are any and the
+       soonest of them is not later than the soonest of all by more than 5 s.
+    2. Those in time (headroom: the objective less predicted TTFT, not below 0) come alone, if
+       there are any. Then step 1 again, from 0.80 on.
+    3. If none is in time, the idle ones come alone, if there are any.
+    4. The weight falls from 101 where |headroom| is least to 2 where it is most.
+    In 1 of 100 requests each filter is left out, or takes those that are late.
+
+    Without an objective all are late by their whole TTFT. TBT plays no part for prefill there
+    either. Approximated: TTFT is the Conductor's exact estimate from the instance's own prefix;
+    llm-d trains a model on what it measured.
+    """
+    goal_us = options.ask.slo.slo.ttft_us or 0
+    ttft_us = options.ttft_us()
+    rows = _sticky(range(len(ttft_us)), options, ttft_us, LLMD_STICKY, state)
+    early = [row for row in rows if ttft_us[row] <= goal_us]
+    late = [row for row in rows if ttft_us[row] > goal_us]
+    rows = late if early and late and _explores(state) else early or late
+    rows = _sticky(rows, options, ttft_us, LLMD_STICKY_IN_TIER, state)
+    if ttft_us[rows[0]] > goal_us:
+        rows = [row for row in rows if not options.views[row].prefills] or rows
+    spare_us = {row: abs(goal_us - ttft_us[row]) for row in rows}
+    least_us = min(spare_us.values())
+    range_us = max(spare_us.values()) - least_us
+    scores = [0.0] * len(ttft_us)
+    for row in rows:
+        share = (spare_us[row] - least_us) / range_us if range_us else 0.5
+        scores[row] = -(int(99 * (1 - share)) + 2)
+    if state.rng is not None:
+        drawn = state.rng.choices(rows, [-scores[row] for row in rows])[0]
+        scores[drawn] = nextafter(min(scores), float("-inf"))
+    return scores
+
+
+def _sticky(
+    rows: Sequence[int],
+    options: Options,
+    ttft_us: Sequence[Micros],
+    share: float,
+    state: PolicyState,
+) -> Sequence[int]:
+    """The rows with this share of the prompt cached; all rows, if none has it or that is late.
+
+    The block that holds the last token does not count: it is always computed.
+    """
+    blocks = max(1, (options.ask.length - 1) // options.block_size)
+    sticky = [row for row in rows if options.local[row] >= share * blocks]
+    if not sticky or _explores(state):
+        return rows
+    late_us = min(ttft_us[row] for row in sticky) - min(ttft_us[row] for row in rows)
+    return rows if late_us > LLMD_PENALTY_US else sticky
+
+
+def _explores(state: PolicyState) -> bool:
+    return state.rng is not None and state.rng.random() < LLMD_EXPLORES
+
+
+def production_stack_loadaware(options: Options, state: PolicyState) -> Sequence[float]:
+    """Share of the prompt cached - (requests - their mean) / max(1, their mean); highest wins.
+
+    The vLLM production stack's `loadaware` (PR #1035, src/vllm_router/routers/routing_logic.py as
+    of 2026-08) at its default beta of 1. If no instance holds any of the prompt, it routes by the
+    session or the lowest rate of requests; here the same score does that, by the fewest requests.
+
+    Approximated: its controller looks prefixes up in the engines' cache (LMCache); of equal
+    scores it takes the first address, and the Conductor's ties are better.
+    """
+    counts = [_requests(view) for view in options.views]
+    mean = sum(counts) / len(counts)
+    scores = []
+    for local, count in zip(options.local, counts, strict=True):
+        cached = local * options.block_size / options.ask.length
+        scores.append(LOADAWARE_BETA * (count - mean) / max(1.0, mean) - cached)
+    return scores
+
+
+def _longest_or_fewest(options: Options) -> Sequence[float]:
+    """Fewest requests if counts are far apart or no prefix is long enough, else the longest."""
+    counts = [_requests(view) for view in options.views]
+    low = min(counts)
+    high = max(counts)
+    apart = high - low > BALANCE_ABS and high > BALANCE_REL * low
+    cached = max(options.local) * options.block_size / options.ask.length
+    if apart or cached <= CACHE_THRESHOLD:
+        return counts
+    return [-local for local in options.local]
 
 
 def _requests(view: InstanceView) -> int:

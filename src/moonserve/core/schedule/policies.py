@@ -1,7 +1,7 @@
 """Placement policies by name: which prefill instance wins, by which score.
 
 A policy is one function from Options, the terms of every candidate, to one score per candidate.
-The lowest score wins. Each docstring names its source. The four rules of other routers stand in
+The lowest score wins. Each docstring names its source. The rules of other routers stand in
 core.schedule.peer_policies. late_binding uses Algorithm 1's score. core.schedule.decide calls them.
 
 To add a policy, write one function and one entry in POLICIES. The entry says what the policy may
@@ -21,10 +21,14 @@ import msgspec
 from moonserve.core.errors import ConfigError
 from moonserve.core.schedule.estimate import Fetch, Options
 from moonserve.core.schedule.peer_policies import (
+    aibrix_conductor,
     dynamo_overlap,
+    llmd_latency,
     llmd_scorers,
     preble_e2,
+    production_stack_loadaware,
     sglang_cache_aware,
+    vllm_cache_aware,
 )
 from moonserve.core.schedule.policy_state import PolicyState
 
@@ -112,8 +116,12 @@ POLICIES: Mapping[str, Policy] = {
     "kvcache_centric": Policy(kvcache_centric, "threshold", copies=True, times=True, prunes=True),
     "late_binding": Policy(kvcache_centric, "cheaper", late=True, times=True, prunes=True),
     "sglang_cache_aware": Policy(sglang_cache_aware, "never"),
+    "vllm_cache_aware": Policy(vllm_cache_aware, "never"),
+    "production_stack_loadaware": Policy(production_stack_loadaware, "never"),
     "dynamo_overlap": Policy(dynamo_overlap, "never", draws=True),
     "llmd_scorers": Policy(llmd_scorers, "never", draws=True),
+    "llmd_latency": Policy(llmd_latency, "never", draws=True),
+    "aibrix_conductor": Policy(aibrix_conductor, "never", looks_back=True),
     "preble_e2": Policy(preble_e2, "never", looks_back=True),
 }
 """late_binding is Algorithm 1's estimate among the instances about to be free, for the request that
