@@ -42,7 +42,8 @@ class Flag(msgspec.Struct, frozen=True):
     text: str
     """The help text; without the default, which is appended."""
     commands: frozenset[str]
-    """Which commands have the flag; a command that has it also reads the setting."""
+    """Which commands have the flag; a command that has it also reads the setting. `front` is a
+    gateway with --conductor: it refuses the other flags of `gateway`."""
 
 
 def _flag(commands: str, metavar: str, text: str) -> Flag:
@@ -66,7 +67,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     model: Annotated[
         str,
         _flag(
-            "up gateway worker",
+            "up gateway front conductor worker",
             "REF",
             "model to serve: a name (see `moonserve model list`), a Hugging Face folder or a .gguf"
             " file; for external engines, the name that they must serve",
@@ -88,22 +89,50 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         ),
     ] = ""
     host: Annotated[
-        str, _flag("up gateway worker serve segment", "ADDRESS", "address to listen on")
+        str,
+        _flag("up gateway front conductor worker serve segment", "ADDRESS", "address to listen on"),
     ] = "127.0.0.1"
     port: Annotated[
         int,
         msgspec.Meta(ge=0, le=65535),
-        _flag("up gateway", "PORT", "port of the gateway; 0 takes a free one"),
+        _flag("up gateway front conductor", "PORT", "port of the process; 0 takes a free one"),
     ] = 8000
     workers: Annotated[
         _Processes,
         _flag(
-            "up gateway",
+            "up gateway front",
             "N",
             "number of gateway processes that serve clients; several share one Conductor, which"
             " then has its own process",
         ),
     ] = 1
+    conductor: Annotated[
+        str,
+        _flag(
+            "gateway front",
+            "ADDRESS",
+            "be a front only, for the Conductor at this address: host:port, the path of its"
+            " --socket, or a registry such as etcd://host:port, whose leader it is; none: the"
+            " Conductor runs in the gateway",
+        ),
+    ] = ""
+    conductor_s: Annotated[
+        _Seconds,
+        _flag(
+            "gateway front",
+            "SECONDS",
+            "longest wait at the start until the Conductor accepts a front",
+        ),
+    ] = 30.0
+    socket: Annotated[
+        str,
+        _flag(
+            "conductor",
+            "PATH",
+            "unix socket at which the Conductor accepts the fronts of this machine too; none: they"
+            " use its port",
+        ),
+    ] = ""
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16"],
         _flag(
@@ -118,7 +147,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     registry: Annotated[
         str,
         _flag(
-            "gateway worker register unregister serve segment key",
+            "gateway front conductor worker register unregister serve segment key",
             "URL",
             "registry in which all processes find each other, such as etcd://host:port, or"
             " etcds://host:port for TLS; none: each process gets the addresses by flags",
@@ -127,7 +156,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     store_url: Annotated[
         str,
         _flag(
-            "gateway worker segment",
+            "gateway conductor worker segment",
             "URL",
             "URL of the KV store's master; none: the master runs in the gateway",
         ),
@@ -171,7 +200,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     eviction: Annotated[
         str,
         _flag(
-            "up gateway serve",
+            "up gateway conductor serve",
             "NAME",
             "which blocks the KV store evicts first; a wrong name prints all names",
         ),
@@ -179,7 +208,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     store: Annotated[
         Literal["embedded", "mooncake"],
         _flag(
-            "up gateway worker",
+            "up gateway conductor worker",
             "NAME",
             "KV store: embedded (our own) or mooncake (needs the package of Mooncake)",
         ),
@@ -242,23 +271,23 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     policy: Annotated[
         str,
         _flag(
-            "up gateway",
+            "up gateway conductor",
             "NAME",
             "policy that picks the instances for a request; a wrong name prints all names",
         ),
     ] = "kvcache_centric"
     ttft_slo_ms: Annotated[
         _Milliseconds | None,
-        _flag("up gateway", "MS", "default SLO for the time to the first token (TTFT)"),
+        _flag("up gateway conductor", "MS", "default SLO for the time to the first token (TTFT)"),
     ] = None
     tbt_slo_ms: Annotated[
         _Milliseconds | None,
-        _flag("up gateway", "MS", "default SLO for the time between tokens (TBT)"),
+        _flag("up gateway conductor", "MS", "default SLO for the time between tokens (TBT)"),
     ] = None
     admission: Annotated[
         _Admission,
         _flag(
-            "up gateway",
+            "up gateway conductor",
             "MODE",
             "which requests the Conductor refuses because they would miss their SLO: none; ttft;"
             " early (also looks at the decode load now); predictive (at the decode load when"
@@ -267,16 +296,16 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     ] = "predictive"
     admission_low: Annotated[
         _Admission | None,
-        _flag("up gateway", "MODE", "--admission for requests of a priority below 0"),
+        _flag("up gateway conductor", "MODE", "--admission for requests of a priority below 0"),
     ] = None
     admission_high: Annotated[
         _Admission | None,
-        _flag("up gateway", "MODE", "--admission for requests of a priority above 0"),
+        _flag("up gateway conductor", "MODE", "--admission for requests of a priority above 0"),
     ] = None
     predictor: Annotated[
         Literal["uniform", "survival"],
         _flag(
-            "up gateway",
+            "up gateway conductor",
             "NAME",
             "how predictive admission estimates the remaining decode time of running requests:"
             " uniform or survival",
@@ -285,7 +314,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     cpp: Annotated[
         _Processes,
         _flag(
-            "up gateway",
+            "up gateway conductor",
             "N",
             "most prefill workers that may share one prompt; they share it if one worker alone"
             " would miss the TTFT SLO; 1: never",
@@ -295,7 +324,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         float,
         msgspec.Meta(ge=1, le=1e9),
         _flag(
-            "up gateway",
+            "up gateway conductor",
             "RATIO",
             "kvcache_balancing_threshold of Algorithm 1: an instance fetches a prefix that is more"
             " than so many times longer than its own, and else computes it",
@@ -304,7 +333,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     spread_bytes: Annotated[
         _SizeOrNone,
         _flag(
-            "up gateway",
+            "up gateway conductor",
             "SIZE",
             "most bytes of frequently used prefixes that are being copied to less loaded workers"
             " at one time; 0: no copies",
@@ -314,7 +343,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         int,
         msgspec.Meta(ge=1, le=1 << 30),
         _flag(
-            "up gateway",
+            "up gateway conductor",
             "N",
             "most KV blocks that the gateway's index knows, each counted once for each holder; a"
             " full index forgets blocks that were not used for long, about 250 bytes each",
@@ -324,19 +353,22 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         Tokens,
         msgspec.Meta(ge=0, le=1 << 20),
         _flag(
-            "gateway",
+            "gateway conductor",
             "N",
             "an external decode engine prefills the rest of a prompt itself if it lacks at most so"
             " many tokens; 0: never",
         ),
     ] = 256
     max_body_bytes: Annotated[
-        _Size, _flag("up gateway", "SIZE", "largest request body that the gateway accepts")
+        _Size,
+        _flag(
+            "up gateway front conductor", "SIZE", "largest request body that the gateway accepts"
+        ),
     ] = 8 << 20
     keys: Annotated[
         str,
         _flag(
-            "up gateway key",
+            "up gateway front conductor key",
             "FILE",
             "file with the API keys of clients, which `moonserve key` writes; registry: they are in"
             " --registry; none: clients on this machine need no key",
@@ -344,12 +376,12 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     ] = ""
     open: Annotated[
         bool,
-        _flag("up gateway", "", "serve clients of other machines without API keys"),
+        _flag("up gateway front", "", "serve clients of other machines without API keys"),
     ] = False
     metrics_access: Annotated[
         Literal["key", "all"],
         _flag(
-            "up gateway",
+            "up gateway front conductor",
             "WHO",
             "with API keys: who may read /metrics: key (the scope metrics is needed), or all",
         ),
@@ -357,7 +389,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     salt_by: Annotated[
         Literal["auto", "tenant", "none"],
         _flag(
-            "up gateway",
+            "up gateway front",
             "WHAT",
             "tenant: tenants share no KV, so that no tenant learns what others have asked; none:"
             " they share it; auto: tenant with API keys, none without",
@@ -366,7 +398,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     cors_origins: Annotated[
         str,
         _flag(
-            "up gateway",
+            "up gateway front",
             "ORIGIN,ORIGIN",
             "web pages that may use models from a browser, such as https://app.example; *: all",
         ),
@@ -374,7 +406,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     allowed_hosts: Annotated[
         str,
         _flag(
-            "up gateway",
+            "up gateway front conductor",
             "NAME,NAME",
             "names in DNS under which others call this process; with them, and on loopback always,"
             " admin requests under other names are refused",
@@ -384,7 +416,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         float,
         msgspec.Meta(ge=65, le=3600),
         _flag(
-            "up gateway",
+            "up gateway front",
             "SECONDS",
             "how long a client's connection may be idle; more than the clients' pools and load"
             " balancers before the gateway keep one, and at least 65",
@@ -394,7 +426,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         int,
         msgspec.Meta(ge=0, le=1 << 20),
         _flag(
-            "up gateway",
+            "up gateway front",
             "N",
             "most clients' connections of each gateway process; 0: by its limit of open files, at"
             " most 16384",
@@ -404,7 +436,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         int,
         msgspec.Meta(ge=0, le=1 << 20),
         _flag(
-            "up gateway",
+            "up gateway front",
             "N",
             "most connections from one address, other than loopback, to each gateway process; 0:"
             " half of all",
@@ -424,7 +456,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     ready_instances: Annotated[
         Annotated[int, msgspec.Meta(ge=0, le=10_000)] | None,
         _flag(
-            "gateway",
+            "gateway front",
             "N",
             "how many instances must have joined before GET /ready answers 200; none: all external"
             " engines of the file, or one pair of workers",
@@ -433,7 +465,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     ready_s: Annotated[
         _Seconds,
         _flag(
-            "gateway",
+            "gateway front",
             "SECONDS",
             "longest wait for these; then GET /ready answers 200 if those that have joined can"
             " serve",
@@ -441,12 +473,16 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     ] = 60.0
     drain_s: Annotated[
         _Seconds,
-        _flag("up gateway segment", "SECONDS", "longest wait for running requests at the end"),
+        _flag(
+            "up gateway front segment",
+            "SECONDS",
+            "longest wait for running requests at the end",
+        ),
     ] = 30.0
     tls_dir: Annotated[
         str,
         _flag(
-            "up gateway worker register unregister serve segment key",
+            "up gateway front conductor worker register unregister serve segment key",
             "FOLDER",
             "folder of `moonserve tls init`; it sets --tls-cert, --tls-key and --tls-ca to the"
             " files of this process's role",
@@ -455,7 +491,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     tls_cert: Annotated[
         str,
         _flag(
-            "up gateway worker register unregister serve segment key",
+            "up gateway front conductor worker register unregister serve segment key",
             "FILE",
             "certificate of this process, in PEM, with its chain; with it the process speaks TLS"
             " only",
@@ -464,7 +500,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     tls_key: Annotated[
         str,
         _flag(
-            "up gateway worker register unregister serve segment key",
+            "up gateway front conductor worker register unregister serve segment key",
             "FILE",
             "key of that certificate, in PEM, without a password",
         ),
@@ -472,7 +508,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     tls_ca: Annotated[
         str,
         _flag(
-            "up gateway worker register unregister serve segment key",
+            "up gateway front conductor worker register unregister serve segment key",
             "FILE",
             "certificate of the cluster's private authority, in PEM; processes of the cluster"
             " accept each other only by certificates that it has signed",
@@ -481,7 +517,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     tls_client_auth: Annotated[
         Literal["none", "optional", "required"],
         _flag(
-            "up gateway",
+            "up gateway front",
             "WHEN",
             "whether clients of the gateway need a certificate of --tls-ca: none; optional (only"
             " workers and other processes of the cluster); required (all clients)",
@@ -490,7 +526,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     kv_events_curve: Annotated[
         str,
         _flag(
-            "gateway worker",
+            "gateway conductor worker",
             "FOLDER",
             "folder with the keys of encrypted KV events, made by `moonserve tls init`; none:"
             " events/ in --tls-dir, if that is set",
@@ -499,7 +535,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     engine_ca: Annotated[
         str,
         _flag(
-            "gateway",
+            "gateway front conductor",
             "FILE",
             "certificates of the authorities of external engines with https:// URLs, in PEM; none:"
             " those that the system trusts",
@@ -690,6 +726,7 @@ def _convert(merged: dict[str, object], origin: Mapping[str, str]) -> Settings:
     _check_policy(settings.policy, origin)
     _check_eviction(settings.eviction, origin)
     _check_registry(settings.registry, origin)
+    _check_conductor(settings.conductor, origin)
     _check_segment(settings, origin)
     _check_master(settings.mooncake_master, origin)
     _check_mooncake(settings, origin)
@@ -756,6 +793,18 @@ def _check_registry(url: str, origin: Mapping[str, str]) -> None:
     if url and not url.startswith(("etcd://", "etcds://")):
         remedy = "write it like etcd://127.0.0.1:2379 or etcd://a:2379,b:2379/prefix"
         raise ConfigError(f"{remedy} ({url!r} from {origin['registry']})", "registry")
+
+
+def _check_conductor(where: str, origin: Mapping[str, str]) -> None:
+    is_address = re.fullmatch(r"(\[[0-9A-Fa-f:.%]+\]|[^\s:/]+):\d{1,5}", where)
+    is_url = where.startswith(("http://", "https://", "etcd://", "etcds://"))
+    is_path = "/" in where and "://" not in where
+    if where and not (is_address or is_url or is_path):
+        raise ConfigError(
+            "write it like 10.0.0.4:8000, /run/moonserve.sock or etcd://10.0.0.2:2379"
+            f" ({where!r} from {origin['conductor']})",
+            "conductor",
+        )
 
 
 def _check_mooncake(settings: Settings, origin: Mapping[str, str]) -> None:

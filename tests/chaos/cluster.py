@@ -99,10 +99,10 @@ class Cluster:
                 continue
             if "--name" in argv:
                 found[argv[argv.index("--name") + 1]] = pid
-            elif "--part" in argv:
-                part = argv[argv.index("--part") + 1]
-                at = sum(name.startswith(part) for name in found)
-                found[f"{part}{at}" if part == "front" else part] = pid
+            elif "conductor" in argv:
+                found["conductor"] = pid
+            elif "--shared" in argv:
+                found[f"front{sum(name.startswith('front') for name in found)}"] = pid
             elif "gateway" in argv:
                 found["supervisor" if self._fronts > 1 else "gateway"] = pid
         self.pids |= set(found.values())

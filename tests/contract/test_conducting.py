@@ -1,4 +1,4 @@
-"""The Conductor's port, in this process and at the other end of a unix socket."""
+"""The Conductor's port, in this process and at the other end of a unix socket or of TCP."""
 
 from __future__ import annotations
 
@@ -29,6 +29,7 @@ from moonserve.live.fronts.remote import RemoteConductor
 from moonserve.live.fronts.server import FrontServer
 from moonserve.live.ports import Conducting
 from tests.support.cluster import exact, info
+from tests.support.fronts import WELCOME, served
 
 R = RequestId("r")
 KEYS = (BlockKey(b"a" * 32), BlockKey(b"b" * 32))
@@ -72,20 +73,20 @@ async def rig_of(kind: str, folder: Path) -> AsyncIterator[Rig]:
     if kind == "here":
         yield rig
         return
-    desk = FrontServer(rig.loop, "http://127.0.0.1:1")
-    await desk.listen(str(folder / "link"))
-    rig.port = remote = RemoteConductor(str(folder / "link"), list)
-    await remote.start()
-    await rig.until(lambda: remote._url)
-    yield rig
-    await remote.leave()
-    await desk.close()
+    desk = FrontServer(rig.loop, WELCOME)
+    desk.open()
+    async with served(lambda: desk, str(folder / "link")) as at:
+        rig.port = remote = RemoteConductor(at.road(kind))
+        await remote.start(5)
+        yield rig
+        await remote.leave()
+        desk.close()
 
 
 Use = Callable[[Rig], Awaitable[None]]
 
 
-@pytest.fixture(params=["here", "remote"])
+@pytest.fixture(params=["here", "socket", "tcp"])
 def run(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[Use], None]:
     """Runs a test over each implementation, within a time limit."""
 

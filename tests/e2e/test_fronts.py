@@ -37,7 +37,8 @@ def parts(up: Up, part: str) -> list[int]:
     """The pids of the gateway's processes of one kind."""
     gateway = up.children().get("gateway")
     found = children_of(gateway) if gateway is not None else []
-    return [pid for pid in found if f"--part\0{part}\0" in _command(pid)]
+    mark = {"front": "--shared\0", "conductor": "moonserve\0conductor\0"}[part]
+    return [pid for pid in found if mark in _command(pid)]
 
 
 def _command(pid: int) -> str:
@@ -181,7 +182,7 @@ def test_ctrl_c_lets_the_streams_of_all_fronts_finish(up: Up) -> None:
     pids = [*up.children().values(), *parts(up, "front"), *parts(up, "conductor")]
     [conductor] = parts(up, "conductor")
     words = _command(conductor).split("\0")
-    folder = Path(words[words.index("--link") + 1]).parent
+    folder = Path(words[words.index("--socket") + 1]).parent
     assert folder.stat().st_mode & 0o077 == 0
     ended = streams(up, lambda: up.process.send_signal(signal.SIGINT))
     assert all(it is not None and len(it) == len(ended[0] or ()) for it in ended)

@@ -479,10 +479,10 @@ def test_what_is_no_moonserve_is_said_in_one_line(
 
 def test_flags_that_are_no_settings_reach_the_parts_of_a_gateway() -> None:
     """Engines by flag and the file go to every process as words; settings go by environment."""
-    from moonserve.cli.fronts import children_of, flags_of
+    from moonserve.cli.fronts import conductor_and_fronts, flags_of
     from moonserve.config import Settings
 
-    params = {"config": Path("a.yaml"), "port": "0", "url": ("http://a", "http://b"), "part": None}
+    params = {"config": Path("a.yaml"), "port": "0", "url": ("http://a", "http://b")}
     words = flags_of({**params, "prefill_url": (), "events": "off"}, Settings())
     assert words == [
         "--config",
@@ -494,8 +494,36 @@ def test_flags_that_are_no_settings_reach_the_parts_of_a_gateway() -> None:
         "--events",
         "off",
     ]
-    children = children_of(Settings(workers=2), 81, "/x/link", "secret", words)
+    cast = conductor_and_fronts(Settings(workers=2), "secret", words)
+    children = cast.children(81, Path("/x"))
     assert [child.name for child in children] == ["conductor", "front0", "front1"]
-    assert all(" ".join(words) in " ".join(child.argv) for child in children)
-    assert {child.env["MOONSERVE_PORT"] for child in children} == {"81"}
+    first, *fronts = children
+    assert " ".join(words) in " ".join(first.argv)
+    assert "--socket /x/link --host 127.0.0.1 --port 0" in " ".join(first.argv)
+    assert all(child.argv[-3:] == ("--shared", "--config", "a.yaml") for child in fronts)
+    assert {child.env["MOONSERVE_CONDUCTOR"] for child in fronts} == {"/x/link"}
+    assert {child.env["MOONSERVE_PORT"] for child in fronts} == {"81"}
     assert {child.env["MOONSERVE_TOKEN"] for child in children} == {"secret"}
+
+
+@pytest.mark.parametrize(
+    ("words", "wanted"),
+    [
+        (("--conductor", "nowhere"), "conductor: write it like 10.0.0.4:8000, /run/moonserve.sock"),
+        (("--conductor", "127.0.0.1:1", "--policy", "random"), "policy: is for the process that"),
+        (("--conductor", "127.0.0.1:1", "--url", "http://a"), "url: is for the process that has"),
+        (
+            ("--conductor", "/nowhere/s", "--conductor-s", "0.1"),
+            "conductor: no Conductor accepts fronts at /nowhere/s within 0.1 s: /nowhere/s: cannot"
+            " connect: No such file or directory; start `moonserve conductor`, or wait longer",
+        ),
+    ],
+)
+def test_a_front_without_a_conductor_ends_with_the_remedy(
+    words: tuple[str, ...], wanted: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A wrong address, a setting that fronts do not read, and a Conductor that is not there."""
+    monkeypatch.setenv("MOONSERVE_TOKEN", "x")
+    result = run("gateway", *words)
+    assert result.exit_code == 2
+    assert wanted in result.stderr

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
+import socket
+import ssl
 import typing
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
@@ -12,6 +15,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from moonserve.core.errors import ConfigError
 from moonserve.core.request import Request, Slo, Stopping
 from moonserve.core.schedule.actions import Prefill, Refuse
 from moonserve.core.schedule.conductor import Conductor
@@ -21,10 +25,17 @@ from moonserve.live.control.loop import ConductorLoop
 from moonserve.live.fronts import wire
 from moonserve.live.fronts.counts import Family, lasting, summed
 from moonserve.live.fronts.remote import RemoteConductor
+from moonserve.live.fronts.road import Road, road_of
 from moonserve.live.fronts.server import FrontServer
+from moonserve.live.http.client import HttpClient
+from moonserve.live.http.server import App, serve_socket
 from moonserve.live.ports import DriverFact
 from moonserve.live.rpc.connection import HEAD, HELLO, NOTICES, ConnectionLimits
+from moonserve.live.tls.authority import init
+from moonserve.live.tls.contexts import ServerTrust, Tls
+from tests.support.certificates import tls_of
 from tests.support.cluster import exact, info
+from tests.support.fronts import ASK, TOKEN, WELCOME, Served, served
 
 R = RequestId("r")
 HASTY = msgspec.structs.replace(wire.LIMITS, beat_s=0.01)
@@ -44,19 +55,26 @@ GREETING = frame(HELLO, wire.PROTOCOL.encode())
 class Site:
     """A front server with two instances behind it, and fronts."""
 
-    def __init__(self, path: Path, limits: ConnectionLimits) -> None:
+    def __init__(self, limits: ConnectionLimits) -> None:
         self.limits = limits
-        self.path = str(path / "link")
+        self.at: Served
         self.loop = ConductorLoop(Conductor(cost_of=exact), lambda lease: None)
         self.loop.tell(Joined(info("p0", "prefill")), Joined(info("d0", "decode")))
-        self.server = FrontServer(self.loop, "http://127.0.0.1:1", limits=limits)
+        self.server = self.listen()
         self.fronts: list[RemoteConductor] = []
 
-    async def front(self) -> RemoteConductor:
+    def listen(self) -> FrontServer:
+        """A new front server, which accepts fronts."""
+        self.server = FrontServer(self.loop, WELCOME, limits=self.limits)
+        self.server.open()
+        return self.server
+
+    async def front(self, by: str = "socket") -> RemoteConductor:
         """Connect one more front, which knows the instances."""
-        front = RemoteConductor(self.path, lambda: [COUNTER, GAUGE], limits=self.limits)
+        front = RemoteConductor(self.at.road(by), limits=self.limits)
         self.fronts.append(front)
-        await front.start()
+        assert await front.start(5) == WELCOME
+        front.attach(lambda: [COUNTER, GAUGE], lambda engines: None, lambda: None)
         await until(lambda: len(front.instances()) == 2)
         return front
 
@@ -66,6 +84,14 @@ class Site:
         return self.loop.core.promised().requests
 
 
+async def by_hand(it: Site) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """A connection that was switched, without a front behind it."""
+    reader, writer = await asyncio.open_unix_connection(it.at.path)
+    writer.write(ASK)
+    assert b" 101 " in await reader.readuntil(b"\r\n\r\n")
+    return reader, writer
+
+
 async def until(true: Callable[[], object]) -> None:
     """Poll until it holds."""
     while not true():
@@ -73,24 +99,27 @@ async def until(true: Callable[[], object]) -> None:
 
 
 @contextlib.asynccontextmanager
-async def site(path: Path, limits: ConnectionLimits) -> AsyncIterator[Site]:
+async def site(path: Path, limits: ConnectionLimits, tls: Tls | None = None) -> AsyncIterator[Site]:
     """All of it, within a deadline."""
     async with asyncio.timeout(10):
-        it = Site(path, limits)
-        await it.server.listen(it.path)
-        yield it
-        for front in it.fronts:
-            await front.leave()
-        await it.server.close()
+        it = Site(limits)
+        async with served(lambda: it.server, str(path / "link"), tls) as it.at:
+            yield it
+            for front in it.fronts:
+                await front.leave()
+            it.server.close()
 
 
 def run(
-    use: Callable[[Site], Awaitable[None]], path: Path, limits: ConnectionLimits = wire.LIMITS
+    use: Callable[[Site], Awaitable[None]],
+    path: Path,
+    limits: ConnectionLimits = wire.LIMITS,
+    tls: Tls | None = None,
 ) -> None:
     """Run a test at a site."""
 
     async def main() -> None:
-        async with site(path, limits) as it:
+        async with site(path, limits, tls) as it:
             await use(it)
 
     asyncio.run(main())
@@ -114,13 +143,113 @@ def test_a_request_arrives_whole_but_for_its_prompt() -> None:
     stopping = Stopping(9, ("x",), (7,), ignore_eos=True)
     kept = Request(R, "m", 5, stopping=stopping, slo=Slo(1, 2), priority=-1)
     kept = msgspec.structs.replace(kept, arrived_us=3, whole=True, tenant="t", address="a")
-    told = wire.opened(kept, ()).request()
+    told = wire.opened(kept, (), 10).request(10)
     for field in Request.__struct_fields__:
         mine, theirs = getattr(kept, field), getattr(told, field)
         assert mine == theirs
         changed = mine != getattr(Request(R, "m", 0), field)
         unread = ("id", "model", "prompt", "sampling", "cache_salt")  # the salt is in the keys
         assert changed or field in unread, f"{field} is not looked at"
+
+
+def test_an_age_travels_between_two_clocks() -> None:
+    """Of two hosts with other clocks, the Conductor finds the arrival by its own."""
+    told = wire.opened(Request(R, "m", 5, arrived_us=900), (), 1_000)
+    assert told.request(70_000).arrived_us == 69_900
+    late = Request(R, "m", 5, arrived_us=2_000)  # cannot be: then it arrives now
+    assert wire.opened(late, (), 1_000).request(70_000).arrived_us == 70_000
+
+
+@pytest.mark.parametrize("by", ["socket", "tcp"])
+def test_a_front_with_another_token_or_version_is_told_so(
+    tmp_path: Path, by: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Trying again cannot help: the start ends with an error that names the remedy."""
+
+    async def use(it: Site) -> None:
+        front = RemoteConductor(it.at.road(by, token="another"))
+        with pytest.raises(ConfigError, match=r"token: .* set MOONSERVE_TOKEN to that of the proc"):
+            await front.start(5)
+        await front.leave()
+        here = wire.PROTOCOL
+        monkeypatch.setattr(wire, "PROTOCOL", "moonserve-fronts/1")
+        front = RemoteConductor(it.at.road(by))
+        connecting = asyncio.create_task(front.start(5))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)  # it has asked with the old version
+        monkeypatch.setattr(wire, "PROTOCOL", here)
+        with pytest.raises(ConfigError, match=f"conductor: .* a front has to speak {here} here"):
+            await connecting
+        await front.leave()
+        assert it.server.fronts == 0
+
+    run(use, tmp_path)
+
+
+def test_a_front_waits_so_long_for_its_conductor(tmp_path: Path) -> None:
+    """A Conductor that is not ready yet is waited for; the error says why it did not come."""
+
+    async def use(it: Site) -> None:
+        it.server.close()
+        front = RemoteConductor(it.at.road("tcp"))
+        with pytest.raises(ConfigError, match=r"at http\S+ within 0.3 s: .* not know"):
+            await front.start(0.3)
+        await front.leave()
+        front = RemoteConductor(it.at.road("tcp"))
+        connecting = asyncio.create_task(front.start(5))
+        await asyncio.sleep(0.2)
+        it.server.open()
+        assert await connecting == WELCOME
+        await front.leave()
+
+    run(use, tmp_path)
+
+
+def test_fronts_over_tls_show_a_certificate_of_the_cluster(tmp_path: Path) -> None:
+    """A front with one is served; one that speaks in clear, or has no certificate, is not."""
+    init(tmp_path / "tls")
+    mine = tls_of(tmp_path / "tls", "gateway")
+
+    async def use(it: Site) -> None:
+        front = await it.front("tcp")
+        assert front.url.startswith("https://")
+        assert isinstance(await opened(front).get(), Prefill)
+        where = f"127.0.0.1:{it.at.port}"
+        for road in (
+            road_of(where, TOKEN, None, None),
+            Road("stranger", lambda: HttpClient(stranger), TOKEN, f"https://{where}"),
+        ):
+            other = RemoteConductor(road)
+            with pytest.raises(ConfigError, match="no Conductor accepts fronts at"):
+                await other.start(0.5)
+            await other.leave()
+        assert it.server.fronts == 1
+
+    ca = ssl.create_default_context(cafile=str(tmp_path / "tls" / "ca.crt"))
+    stranger = ServerTrust(lambda: ca, "")
+    run(use, tmp_path, tls=mine)
+
+
+def test_a_socket_of_another_process_is_not_taken(tmp_path: Path) -> None:
+    """One that listens keeps its socket; what a killed one has left is replaced. Only this user
+    may connect."""
+
+    async def main() -> None:
+        path = str(tmp_path / "s")
+        with socket.socket(socket.AF_UNIX) as left:
+            left.bind(path)
+        first = await serve_socket(App({}), path, "socket")
+        assert os.stat(path).st_mode & 0o077 == 0
+        with pytest.raises(ConfigError, match="socket: another process listens at"):
+            await serve_socket(App({}), path, "socket")
+        await first.stop(0)
+        with pytest.raises(FileNotFoundError):
+            os.stat(path)
+        for wrong, why in ((tmp_path / "no" / "s", "No such file"), (tmp_path / ("x" * 200), "")):
+            with pytest.raises(ConfigError, match=f"socket: cannot listen at .*{why}"):
+                await serve_socket(App({}), str(wrong), "socket")
+
+    asyncio.run(main())
 
 
 def test_an_id_that_another_front_serves_is_refused(tmp_path: Path) -> None:
@@ -182,7 +311,7 @@ def test_a_front_that_does_not_read_is_dropped(
     """The bytes that wait for it are bounded."""
 
     async def use(it: Site) -> None:
-        _, writer = await asyncio.open_unix_connection(it.path)
+        _, writer = await by_hand(it)
         writer.write(GREETING)
         await until(lambda: it.server.fronts)
         number = 0
@@ -205,7 +334,7 @@ def test_without_a_conductor_requests_fail_and_are_refused_until_it_is_back(
         front = await it.front()
         inbox = opened(front)
         assert isinstance(await inbox.get(), Prefill)
-        await it.server.close()
+        it.server.close()
         assert isinstance(await inbox.get(), Refuse)
         assert "does not answer" in front.missing()
         front.tell(ClientGone(R))
@@ -213,12 +342,11 @@ def test_without_a_conductor_requests_fail_and_are_refused_until_it_is_back(
         assert front.instances() == []
         refuse = await opened(front).get()
         assert isinstance(refuse, Refuse)
-        assert (refuse.reason, "started again" in refuse.why) == ("nobody_alive", True)
+        assert (refuse.reason, "connects to it again" in refuse.why) == ("nobody_alive", True)
         front.close(R, "refused")
-        it.server = FrontServer(it.loop, "http://127.0.0.1:2")
-        await it.server.listen(it.path)
+        it.listen()
         await until(lambda: len(front.instances()) == 2)
-        assert (front.url, front.missing()) == ("http://127.0.0.1:2", "")
+        assert (front.url, front.missing()) == ("http://localhost", "")
         assert isinstance(await opened(front).get(), Prefill)
 
     run(use, tmp_path)
@@ -233,7 +361,7 @@ def test_a_front_that_leaves_has_not_lost_the_conductor(
         front = await it.front()
         await front.leave()
         await until(lambda: it.server.fronts == 0)
-        assert "the Conductor is gone" not in caplog.text
+        assert "is gone" not in caplog.text
 
     run(use, tmp_path)
 
@@ -246,9 +374,13 @@ def test_a_conductor_that_hangs_is_as_one_that_is_gone(tmp_path: Path) -> None:
         path, hangs, alive = str(tmp_path / "hangs"), asyncio.Event(), asyncio.Event()
 
         async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            said = msgspec.msgpack.encode([wire.Welcome("u"), wire.Instances([info("p0", "both")])])
+            said = msgspec.msgpack.encode([WELCOME, wire.Instances([info("p0", "both")])])
+            await reader.readuntil(b"\r\n\r\n")
             if hangs.is_set():
                 await alive.wait()
+            head = f"HTTP/1.1 101 x\r\nupgrade: {wire.PROTOCOL}\r\nconnection: upgrade\r\n\r\n"
+            writer.write(head.encode())
+            await reader.readexactly(len(GREETING))
             writer.write(GREETING + frame(NOTICES, said))
             hangs.set()
             while alive.is_set():
@@ -256,8 +388,8 @@ def test_a_conductor_that_hangs_is_as_one_that_is_gone(tmp_path: Path) -> None:
                 writer.write(frame(NOTICES, b"\x90"))
 
         async with await asyncio.start_unix_server(serve, path):
-            front = RemoteConductor(path, list, limits=HASTY)
-            await front.start()
+            front = RemoteConductor(road_of(path, TOKEN, None, None), limits=HASTY)
+            await front.start(5)
             await until(front.instances)
             inbox = opened(front)
             assert isinstance(await inbox.get(), Refuse)
@@ -282,9 +414,9 @@ def test_a_front_that_hangs_has_left_its_requests(tmp_path: Path) -> None:
     async def use(it: Site) -> None:
         front = await it.front()
         await opened(front).get()
-        _, writer = await asyncio.open_unix_connection(it.path)
+        _, writer = await by_hand(it)
         hung = Request(RequestId("hung"), "m", len(tuple(range(9))), tuple(range(9)))
-        said = msgspec.msgpack.encode([wire.opened(hung, ())])
+        said = msgspec.msgpack.encode([wire.opened(hung, (), 0)])
         writer.write(GREETING + frame(NOTICES, said))
         await until(lambda: it.requests == 2)
         await until(lambda: it.requests == 1)
@@ -310,7 +442,7 @@ def test_another_protocol_is_cut_off(tmp_path: Path, said: bytes) -> None:
 
     async def use(it: Site) -> None:
         front = await it.front()
-        reader, writer = await asyncio.open_unix_connection(it.path)
+        reader, writer = await by_hand(it)
         writer.write(said)
         with contextlib.suppress(ConnectionResetError):
             while await reader.read(1 << 16):

@@ -48,11 +48,16 @@ class Site:
                 InstanceSpec(url=engine.url, bootstrap=engine.bootstrap, events="off", **said)
             )
         stack.push_async_callback(self.http.close)
-        config = GatewayConfig(model="", port=0, workers=2, token=TOKEN, keys=keys)
-        self.conductor = await ConductorProcess.start(config, str(path / "link"), specs)
+        self.config = GatewayConfig(
+            model="", port=0, token=TOKEN, keys=keys, socket=str(path / "link")
+        )
+        self.kept = path / "engines"
+        self.conductor = await ConductorProcess.start(self.config, specs, self.kept)
         stack.push_async_callback(self.conductor.stop, 0)
-        for _ in range(2):  # each on a port of its own
-            front = await FrontProcess.start(config, str(path / "link"), external=True)
+        ways = (str(path / "link"), f"127.0.0.1:{self.conductor.port}")
+        for way in ways:  # each on a port of its own
+            config = msgspec.structs.replace(self.config, socket="", conductor=way)
+            front = await FrontProcess.start(config)
             stack.push_async_callback(front.stop, 0)
             self.fronts.append(front)
         for front in self.fronts:
@@ -165,8 +170,8 @@ def test_the_next_conductor_has_the_engines_of_the_one_before(tmp_path: Path) ->
         status, said = await site.complete(1, PROMPT)
         assert (status, "unavailable_error" in said) == (503, True)
         assert await site.states(1) == {}
-        config = GatewayConfig(model="", port=0, workers=2, token=TOKEN)
-        again = await ConductorProcess.start(config, str(tmp_path / "link"), site.specs)
+        config = msgspec.structs.replace(site.config, port=site.conductor.port)
+        again = await ConductorProcess.start(config, site.specs, site.kept)
         try:
             while await site.states(1) != {"a": "up", "d0": "up", "p0": "up"}:
                 await asyncio.sleep(0.01)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -16,6 +16,12 @@ from moonserve.live.http.message import HttpRequest, Response, StreamingResponse
 from moonserve.live.http.server import App, serve
 
 PIECE = bytes(range(256)) * 256
+
+
+def at(port: int, client: Callable[[], HttpClient] = HttpClient) -> Any:
+    """A Conductor at this port, with the token `secret`."""
+    url = f"http://127.0.0.1:{port}"
+    return SimpleNamespace(url=url, road=SimpleNamespace(token="secret", client=client))
 
 
 def test_a_reply_longer_than_a_front_may_hold_passes_and_what_breaks_off_breaks_off() -> None:
@@ -37,9 +43,8 @@ def test_a_reply_longer_than_a_front_may_hold_passes_and_what_breaks_off_breaks_
     async def test() -> None:
         nonlocal breaks
         there = await serve(App({("GET", "/l"): long, ("GET", "/s"): short}), "127.0.0.1", 0)
-        conductor: Any = SimpleNamespace(url=f"http://127.0.0.1:{there.port}")
         small = lambda: HttpClient(max_reply_bytes=1 << 20, max_per_host=1)  # noqa: E731
-        forward = Forward(conductor, "secret", small)
+        forward = Forward(at(there.port, small))
         here = await serve(App({}, fallback=cast(Any, forward)), "127.0.0.1", 0)
         client = HttpClient()
         url = f"http://127.0.0.1:{here.port}"
@@ -90,8 +95,7 @@ def test_what_is_under_way_ends_with_the_conductor() -> None:
 
     async def test() -> None:
         there = await serve(App({("GET", "/s"): streams, ("GET", "/w"): waits}), "127.0.0.1", 0)
-        conductor: Any = SimpleNamespace(url=f"http://127.0.0.1:{there.port}")
-        forward = Forward(conductor, "secret")
+        forward = Forward(at(there.port))
         here = await serve(App({}, fallback=cast(Any, forward)), "127.0.0.1", 0)
         client, url = HttpClient(), f"http://127.0.0.1:{here.port}"
         assert (await client.request("GET", url + "/w", timeout_s=10)).status == 200
@@ -135,8 +139,7 @@ def test_head_through_a_front_has_gets_headers_and_no_body(path: str) -> None:
     async def test() -> None:
         routes = {("GET", "/short"): short, ("GET", "/long"): long, ("GET", "/none"): none}
         there = await serve(App(cast(Any, routes)), "127.0.0.1", 0)
-        conductor: Any = SimpleNamespace(url=f"http://127.0.0.1:{there.port}")
-        forward = Forward(conductor, "secret")
+        forward = Forward(at(there.port))
         here = await serve(App({}, fallback=cast(Any, forward)), "127.0.0.1", 0)
         client = HttpClient()
         url = f"http://127.0.0.1:{here.port}{path}"
@@ -174,8 +177,7 @@ def test_a_front_looks_at_the_token_before_it_takes_a_body() -> None:
 
     async def test() -> None:
         there = await serve(App({("POST", "/internal/join"): join}), "127.0.0.1", 0)
-        conductor: Any = SimpleNamespace(url=f"http://127.0.0.1:{there.port}")
-        forward = Forward(conductor, "secret")
+        forward = Forward(at(there.port))
         limits = {"/internal/": 64 << 20}
         app = App({}, fallback=cast(Any, forward), gate=Gate(), body_limits=limits)
         here = await serve(app, "127.0.0.1", 0)

@@ -15,6 +15,7 @@ import pytest
 
 from moonserve.core.errors import BadRequest, DeadlineExceeded, MoonserveError
 from moonserve.live.fronts.forward import Forward
+from moonserve.live.fronts.road import Road
 from moonserve.live.http.client import HttpClient, UpstreamError
 from moonserve.live.http.message import HttpRequest, Response, StreamingResponse
 from moonserve.live.http.server import App, Server, serve
@@ -337,6 +338,7 @@ class Conductor:
 
     def __init__(self, url: str) -> None:
         self.url = url
+        self.road = Road(url, HttpClient, "secret")
 
 
 @pytest.mark.parametrize("ending", ["whole", "left", "switched"])
@@ -345,7 +347,7 @@ def test_a_forwarded_connection_is_no_cycle(ending: str) -> None:
 
     async def main() -> None:
         async with served() as (_, _, url):
-            forward = Forward(Conductor(url), "secret")  # type: ignore[arg-type]
+            forward = Forward(Conductor(url))  # type: ignore[arg-type]
             front = await serve(App({}, fallback=forward), "127.0.0.1", 0)
             here = f"http://127.0.0.1:{front.port}"
             for _ in range(3):

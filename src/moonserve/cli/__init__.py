@@ -41,6 +41,7 @@ _COMMANDS: dict[str, tuple[str, str]] = {
         "Send a trace's requests to a running cluster; measure.",
     ),
     "gateway": ("moonserve.cli.roles:gateway", "Run one gateway."),
+    "conductor": ("moonserve.cli.roles:conductor", "Run the Conductor alone, for many gateways."),
     "worker": ("moonserve.cli.roles:worker", "Run one prefill or decode worker."),
     "register": ("moonserve.cli.register:register", "Put external engines into a registry."),
     "unregister": ("moonserve.cli.register:unregister", "Take external engines out of a registry."),

@@ -1,6 +1,7 @@
-"""`moonserve gateway --workers N`: starts the fronts and the Conductor's process, and stops them.
+"""`moonserve gateway --workers N`: starts N fronts and, unless --conductor names one, a Conductor.
 
-The unix socket between them is in a folder of its own, which only this user may enter.
+The unix socket between them is in a folder of its own, which only this user may enter. Nothing here
+serves anything: every child is `moonserve gateway --conductor` or `moonserve conductor`.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -31,6 +33,8 @@ _KILL_AFTER_S = 10.0
 _ORPHANS_S = 6.0
 """The fronts of a killed gateway still listen for so long; the next gateway waits for them."""
 _LISTENING = "listening on "
+_FOR_EVER_S = 3600.0
+"""How long fronts wait for the Conductor that is started with them: it may read much first."""
 
 
 @contextlib.contextmanager
@@ -60,7 +64,7 @@ def _reserved(host: str, port: int) -> Iterator[int]:
 
 
 def flags_of(params: Mapping[str, Any], settings: Settings) -> list[str]:
-    """The flags of a command that child processes need as words, since the environment lacks them.
+    """The flags of a command that the Conductor needs as words, since the environment lacks them.
 
     They are the flags that are no settings, the settings file, and --model: whether it was given
     matters for external engines.
@@ -74,28 +78,67 @@ def flags_of(params: Mapping[str, Any], settings: Settings) -> list[str]:
     return words
 
 
-def children_of(
-    settings: Settings, port: int, path: str, token: str, words: Sequence[str] = ()
-) -> list[Child]:
-    """The processes of one gateway. path: of the unix socket between them; words: see flags_of."""
+class Cast(msgspec.Struct, frozen=True):
+    """The processes of one gateway, once the port of its fronts and their folder are known."""
+
+    children: Callable[[int, Path], list[Child]]
+    """Makes them, by port and folder."""
+
+
+def fronts_only(settings: Settings, token: str, config: Path | None) -> Cast:
+    """The fronts of a Conductor elsewhere. config: the file of the settings."""
+    words = ["--config", str(config)] if config is not None else []
+    return Cast(lambda port, folder: _fronts(settings, port, token, words))
+
+
+def conductor_and_fronts(settings: Settings, token: str, words: Sequence[str] = ()) -> Cast:
+    """A Conductor and its fronts, which meet at a unix socket. words: see flags_of."""
+
+    def children(port: int, folder: Path) -> list[Child]:
+        path = str(folder / "link")
+        where = msgspec.structs.replace(settings, conductor=path, conductor_s=_FOR_EVER_S)
+        file = words[words.index("--config") :][:2] if "--config" in words else []
+        return [
+            _conductor(settings, port, path, token, words),
+            *_fronts(where, port, token, file),
+        ]
+
+    return Cast(children)
+
+
+def _conductor(settings: Settings, port: int, path: str, token: str, words: Sequence[str]) -> Child:
+    """A Conductor for the fronts at this port of this machine, who forward what others ask of it.
+
+    It ends after the fronts, so that it still runs when their requests end.
+    """
+    from moonserve.live.process.supervise import Child
+
+    argv = [sys.executable, "-m", "moonserve", "conductor", *words, "--socket", path]
+    argv += ["--host", "127.0.0.1", "--port", "0", "--kept", f"{path}.engines"]
+    if settings.registry:
+        argv += ["--advertise-port", str(port)]
+        if "--advertise-host" not in words:
+            from moonserve.live.store.settings import check_reachable
+
+            check_reachable(settings.host)
+            argv += ["--advertise-host", settings.host]
+    environ = child_env(settings, **{TOKEN: token})
+    return Child("conductor", tuple(argv), environ, 1, _KILL_AFTER_S)
+
+
+def _fronts(settings: Settings, port: int, token: str, words: Sequence[str]) -> list[Child]:
+    """Fronts that share a port."""
     from moonserve.live.process.supervise import Child
 
     settings = msgspec.structs.replace(settings, port=port)
     environ = child_env(settings, **{TOKEN: token})
-    argv = (sys.executable, "-m", "moonserve", "gateway", "--link", path, *words, "--part")
+    argv = (sys.executable, "-m", "moonserve", "gateway", "--shared", *words)
     grace_s = settings.drain_s + _KILL_AFTER_S
-    # Fronts stop first, so that the Conductor still runs when their requests end.
-    fronts = [
-        Child(f"front{i}", (*argv, "front"), environ, 0, grace_s) for i in range(settings.workers)
-    ]
-    return [Child("conductor", (*argv, "conductor"), environ, 1, _KILL_AFTER_S), *fronts]
+    return [Child(f"front{i}", argv, environ, 0, grace_s) for i in range(settings.workers)]
 
 
-async def serve_fronts(settings: Settings, token: str, words: Sequence[str] = ()) -> None:
-    """Run until a signal comes or the start fails; words: see flags_of.
-
-    Raises ConfigError, GaveUp.
-    """
+async def serve_fronts(settings: Settings, cast: Cast) -> None:
+    """Run these processes until a signal comes or the start fails. Raises ConfigError, GaveUp."""
     from moonserve.live.fronts.folder import meeting_folder
     from moonserve.live.process.access import check_clients
     from moonserve.live.process.supervise import Supervisor, beat, say
@@ -107,12 +150,13 @@ async def serve_fronts(settings: Settings, token: str, words: Sequence[str] = ()
         LINES.put(sys.stderr, f"{name}: {line}")
         if line.startswith(_LISTENING) and name not in ready:
             ready.add(name)
-            if len(ready) == settings.workers + 1:
+            if len(ready) == len(children):
                 say(f"{_LISTENING}{scheme_of(settings)}://{settings.host}:{port}")
                 beat()
 
     with _reserved(settings.host, settings.port) as port, meeting_folder() as folder:
-        boss = Supervisor(children_of(settings, port, str(folder / "link"), token, words), tell)
+        children = cast.children(port, folder)
+        boss = Supervisor(children, tell)
         boss.stop_on_signals(
             lambda: say("draining: new requests are refused, running ones may finish"),
             lambda: say("not waiting any longer"),

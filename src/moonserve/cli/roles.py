@@ -1,4 +1,4 @@
-"""`moonserve gateway` and `moonserve worker`: one process each.
+"""`moonserve gateway`, `moonserve conductor` and `moonserve worker`: one process each.
 
 `moonserve up` starts them so. For a cluster on several machines, start each by hand with the same
 MOONSERVE_TOKEN in its environment; see cli.token.
@@ -7,7 +7,7 @@ MOONSERVE_TOKEN in its environment; see cli.token.
 from __future__ import annotations
 
 import sys
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -24,7 +24,7 @@ from moonserve.cli.settings import (
 )
 from moonserve.cli.tls import curve_of, member_tls, scheme_of, tls_of
 from moonserve.cli.token import member_token, own_token
-from moonserve.config import Settings, check_name, filled
+from moonserve.config import Settings, all_flags, check_name, filled
 from moonserve.core.errors import ConfigError
 from moonserve.core.request import Slo
 from moonserve.core.units import Micros
@@ -32,11 +32,11 @@ from moonserve.logs import LINES
 
 if TYPE_CHECKING:
     from moonserve.core.store.words import Card
+    from moonserve.live.control.config import GatewayConfig
 
 
 @click.command()
-@click.option("--part", type=click.Choice(["front", "conductor"]), hidden=True)
-@click.option("--link", hidden=True, help="Unix socket between the processes of one gateway.")
+@click.option("--shared", is_flag=True, hidden=True, help="Other fronts listen at the same port.")
 @settings_options("gateway")
 @instances_options
 @advertise_host_option
@@ -44,8 +44,7 @@ def gateway(
     config: Path | None,
     advertise_host: str | None,
     named: Named,
-    part: str | None,
-    link: str | None,
+    shared: bool,
     **flags: str | None,
 ) -> None:
     """Run one gateway.
@@ -53,8 +52,14 @@ def gateway(
     The Conductor runs in it and, without --store-url, also the KV store's master. Workers join it,
     or it serves with external engines such as vLLM. The list `instances` in FILE describes those
     (docs/reference/external-engines.md), or --prefill-url, --decode-url and --url name them.
+
+    With --conductor it is a front: it serves clients, and a Conductor elsewhere decides.
     """
     settings = read_settings(config, flags)
+    if settings.conductor:
+        _check_front(settings, named, flags, advertise_host)
+        _run_front(settings, config, shared)
+        return
     engines = engines_of(settings, config, named_by_flags(named), flags["model"])
     if settings.registry or settings.store_url:
         token = member_token(note, settings.host, *filter(None, [settings.store_url]))
@@ -63,44 +68,118 @@ def gateway(
     from moonserve.live.process.supervise import die_with_parent
 
     die_with_parent()  # before the slow imports
-    if settings.workers > 1 and part is None:
+    if settings.workers > 1:
         import asyncio
 
-        from moonserve.cli.fronts import flags_of, serve_fronts
+        from moonserve.cli.fronts import conductor_and_fronts, flags_of, serve_fronts
 
         words = flags_of(click.get_current_context().params, settings)
-        asyncio.run(serve_fronts(settings, token, words))
+        asyncio.run(serve_fronts(settings, conductor_and_fronts(settings, token, words)))
         return
-    from moonserve.core.schedule.tuning import Tuning
-    from moonserve.live.control.config import LIVE, GatewayConfig
     from moonserve.live.process.gateway import run_gateway
 
-    tls = tls_of(settings, "gateway") if engines is not None else member_tls(settings, "gateway")
-    slo = Slo(_us(settings.ttft_slo_ms), _us(settings.tbt_slo_ms))
+    made = _config_of(
+        settings, "gateway", token, engines is not None, advertise_host=advertise_host
+    )
+    run_role(run_gateway(made, engines))
+
+
+@click.command()
+@click.option("--advertise-port", type=int, hidden=True, help="Port of the fronts on this machine.")
+@click.option("--kept", type=click.Path(path_type=Path), hidden=True, help="File with engines.")
+@settings_options("conductor")
+@instances_options
+@advertise_host_option
+def conductor(
+    config: Path | None,
+    advertise_host: str | None,
+    named: Named,
+    advertise_port: int | None,
+    kept: Path | None,
+    **flags: str | None,
+) -> None:
+    """Run the Conductor alone, for fronts on any host.
+
+    It decides for all fronts (`moonserve gateway --conductor ADDRESS`). Workers join it, and
+    without --store-url it has the KV store's master too. It serves no clients.
+    """
+    settings = read_settings(config, flags)
+    engines = engines_of(settings, config, named_by_flags(named), flags["model"])
+    token = member_token(note, settings.host, *filter(None, [settings.store_url]))
+    from moonserve.live.process.supervise import die_with_parent
+
+    die_with_parent()  # before the slow imports
+    from moonserve.live.process.fronts import run_conductor
+
+    made = _config_of(
+        settings, "conductor", token, engines is not None, advertise_host=advertise_host
+    )
+    run_role(run_conductor(made, engines, kept, advertise_port))
+
+
+def _check_front(
+    settings: Settings, named: Named, flags: Mapping[str, str | None], advertised: str | None
+) -> None:
+    """Refuse flags that a front does not read: the Conductor has those. Raises ConfigError."""
+    known = all_flags()
+    given = [name for name, value in flags.items() if value is not None]
+    others = [name for name in given if "front" not in known[name].commands]
+    others += [name for name in Named.__struct_fields__ if getattr(named, name)]
+    if advertised is not None:
+        others.append("advertise_host")
+    if others:
+        remedy = "is for the process that has the Conductor: give it there; not with --conductor"
+        raise ConfigError(remedy, others[0])
+
+
+def _run_front(settings: Settings, config: Path | None, shared: bool) -> None:
+    from moonserve.live.fronts.road import IN_REGISTRY, is_socket
+
+    where = settings.conductor
+    is_address = not (where.startswith(IN_REGISTRY) or is_socket(where))
+    token = member_token(note, "127.0.0.1", *([where] if is_address else ()))
+    from moonserve.live.process.supervise import die_with_parent
+
+    die_with_parent()  # before the slow imports
+    if settings.workers > 1 and not shared:
+        import asyncio
+
+        from moonserve.cli.fronts import fronts_only, serve_fronts
+
+        asyncio.run(serve_fronts(settings, fronts_only(settings, token, config)))
+        return
+    from moonserve.live.process.fronts import run_front
+
+    run_role(run_front(_config_of(settings, "front", token, False), shared))
+
+
+def _config_of(
+    settings: Settings, role: str, token: str, external: bool, **others: Any
+) -> GatewayConfig:
+    """The settings of a gateway, a front or a Conductor. external: it has external engines, so that
+    it need not be a member of a cluster with one authority. Raises ConfigError."""
+    from moonserve.core.schedule.tuning import Tuning
+    from moonserve.live.control.config import LIVE, GatewayConfig
+
+    tls = tls_of(settings, "gateway") if external else member_tls(settings, "gateway")
     tuning = filled(
         Tuning,
         settings,
-        "gateway",
+        role,
         kvcache_balancing_threshold=settings.threshold,
-        slo=slo,
+        slo=Slo(_us(settings.ttft_slo_ms), _us(settings.tbt_slo_ms)),
         bind_ahead_us=LIVE.bind_ahead_us,
     )
-    made = filled(
+    return filled(
         GatewayConfig,
         settings,
-        "gateway",
+        role,
         token=token,
-        advertise_host=advertise_host,
         tls=tls,
         kv_events_curve=curve_of(settings),
         tuning=tuning,
+        **others,
     )
-    if part is None:
-        run_role(run_gateway(made, engines))
-    else:
-        from moonserve.live.process.fronts import run_conductor, run_front
-
-        run_role((run_front if part == "front" else run_conductor)(made, link or "", engines))
 
 
 @click.command()

@@ -78,10 +78,15 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Of clients, in each process; 0: as many as its limit of open files allows."""
     address_connections: int = 0
     """0: half of all."""
-    workers: int = 1
-    """Processes that serve clients; several share one Conductor, in a process of its own."""
+    conductor: str = ""
+    """Where a front reaches its Conductor: a unix socket, host:port or a registry; empty: this
+    process has the Conductor."""
+    conductor_s: float = 30.0
+    """How long a front waits for it at the start."""
+    socket: str = ""
+    """Unix socket at which a Conductor accepts the fronts of this host too; empty: none."""
     max_in_flight: int = 1_024
-    """Requests served at once; more are answered 429."""
+    """Requests served at once by this process; more are answered 429."""
     prefill_timeout_s: float = 300.0
     """A prefill call, its wait on the instance included, may take this long."""
     token_timeout_s: float = 60.0

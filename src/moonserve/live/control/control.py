@@ -36,7 +36,7 @@ from moonserve.live.http.message import HttpRequest, Response, json_response
 from moonserve.live.http.server import ProcessPart, Routes
 from moonserve.live.kvevents.follower import Follow
 from moonserve.live.ports import Registry
-from moonserve.live.registry.entries import GatewayEntry, find_master, open_registry
+from moonserve.live.registry.entries import DUTY, GatewayEntry, find_master, open_registry
 from moonserve.live.store.external import ExternalPool
 from moonserve.live.store.local import LocalPool
 from moonserve.live.store.pool import Pool
@@ -216,5 +216,5 @@ class Control(ProcessPart):
             known,
             has_workers,
             move,
-            duty=f"conductor/{self._model}" if has_workers else "conductor",
+            duty=DUTY,
         )

@@ -15,7 +15,7 @@ from moonserve.core.units import Bytes
 from moonserve.live.access.scopes import scope_of
 from moonserve.live.fronts.remote import RemoteConductor
 from moonserve.live.http.auth import bearer
-from moonserve.live.http.client import ClientStream, HttpClient, UpstreamError
+from moonserve.live.http.client import ClientStream, UpstreamError
 from moonserve.live.http.message import HttpRequest, Response, StreamingResponse, error_response
 from moonserve.live.http.switch import Switch, Switched
 
@@ -33,15 +33,12 @@ has another address."""
 class Forward:
     """The handler of all requests that a front does not serve itself."""
 
-    def __init__(
-        self, conductor: RemoteConductor, token: str, client: Callable[[], HttpClient] = HttpClient
-    ) -> None:
-        """token: the cluster's, for all requests that this front has admitted. client: makes an
-        HttpClient, which only this object uses."""
+    def __init__(self, conductor: RemoteConductor) -> None:
+        """Requests go by the Conductor's road, with its token: this front has admitted them."""
         self._conductor = conductor
-        self._token = token
-        self._client = client
-        self._http = client()
+        self._token = conductor.road.token
+        self._client = conductor.road.client
+        self._http = self._client()
 
     async def close(self) -> None:
         """End all requests under way."""

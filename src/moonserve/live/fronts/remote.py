@@ -1,4 +1,4 @@
-"""The Conductor as a front uses it: in another process, over a unix socket.
+"""The Conductor as a front uses it: in another process, on this host or another one.
 
 Implements ports.Conducting. While the Conductor's process is away or hangs, no instance is known
 and requests are refused. Requests that were under way have failed. It connects again by itself.
@@ -7,13 +7,20 @@ and requests are refused. Requests that were under way have failed. It connects 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import logging
 from collections.abc import Callable, Sequence
 
 import msgspec
 
-from moonserve.core.errors import BadRequest, NobodyAlive, Overloaded
+from moonserve.core.errors import (
+    BadRequest,
+    ConfigError,
+    MoonserveError,
+    NobodyAlive,
+    Overloaded,
+)
 from moonserve.core.request import Request
 from moonserve.core.schedule.actions import Refuse
 from moonserve.core.schedule.facts import InstanceInfo
@@ -23,58 +30,82 @@ from moonserve.live.access.meter import REASON, CountedCall
 from moonserve.live.clock import LoopClock
 from moonserve.live.fronts import wire
 from moonserve.live.fronts.counts import Family
+from moonserve.live.fronts.road import Road
 from moonserve.live.ports import DriverFact, Inbox
 from moonserve.live.rpc.connection import ConnectionLimits, RpcConnection
 
 log = logging.getLogger(__name__)
 
 _AGAIN_S = 0.1
-_LONG = 100
-"""After this many tries, the wait is longer than a start of the Conductor takes."""
+_LONG = 20
+"""After this many tries in a row, the wait is logged once."""
+
 _GONE = (
-    "this gateway's Conductor does not answer; if it died it is started again at once, if it hangs "
-    "after 30 seconds"
+    "this gateway's Conductor does not answer; the gateway connects to it again as soon as it runs"
 )
-
-
 _ENTER_S = 5.0
+_LEAVE_S = 1.0
+"""Longest wait until the last messages have gone out."""
 _encode = msgspec.msgpack.Encoder().encode
 _decode_entered = msgspec.msgpack.Decoder(wire.Entered).decode
 
 
 class RemoteConductor:
-    """See the module. All fronts and the Conductor are on one machine, and so on one clock."""
+    """See the module. Its clock is this host's; the Conductor may have another one."""
 
-    def __init__(
-        self,
-        path: str,
-        counts: Callable[[], list[Family]],
-        on_engines: Callable[[list[wire.EngineState]], None] = lambda engines: None,
-        on_gone: Callable[[], None] = lambda: None,
-        limits: ConnectionLimits = wire.LIMITS,
-    ) -> None:
-        """
-        path: of the unix socket. counts: returns what this process has counted, for the sums over
-        all fronts. on_engines: called with the external engines whenever they change, before their
-        instances are known. on_gone: called when the Conductor's process is gone or hangs.
-        """
+    def __init__(self, road: Road, limits: ConnectionLimits = wire.LIMITS) -> None:
+        """road: the way to the Conductor; `leave` closes it."""
         self.now_us = LoopClock().now_us
-        self._path = path
-        self._counts = counts
+        self.road = road
+        self._counts: Callable[[], list[Family]] = list
+        self._on_engines: Callable[[list[wire.EngineState]], None] = lambda engines: None
+        self._on_gone: Callable[[], None] = lambda: None
+        self._engines: list[wire.EngineState] = []
         self._link: _ConductorLink | None = None
         self._infos: list[InstanceInfo] = []
         self._inboxes: dict[RequestId, Inbox] = {}
         self._url = ""
-        self._on_engines = on_engines
-        self._on_gone = on_gone
         self._limits = limits
         self._keeper: asyncio.Task[None] | None = None
         self._lost = asyncio.Event()
+        self._welcomed: asyncio.Future[wire.Welcome] = asyncio.get_running_loop().create_future()
+        """What the first Conductor said, or why there can be none."""
+        self._why = "nobody listens there"
+        """Why the last try to connect failed."""
         self._numbers = itertools.count()
 
-    async def start(self) -> None:
-        """Connect as soon as the Conductor listens, and again whenever the connection is lost."""
+    async def start(self, within_s: float) -> wire.Welcome:
+        """Connect as soon as the Conductor accepts fronts, and again whenever the connection is
+        lost.
+
+        Return what the Conductor said first. Raises ConfigError: none has accepted this front in
+        time, or none ever will.
+        """
         self._keeper = asyncio.create_task(self._keep(), name="link to the Conductor")
+        try:
+            async with asyncio.timeout(within_s):
+                return await asyncio.shield(self._welcomed)
+        except TimeoutError:
+            raise ConfigError(
+                f"no Conductor accepts fronts at {self.road.where} within {within_s:g} s:"
+                f" {self._why}; start `moonserve conductor`, or wait longer with --conductor-s",
+                "conductor",
+            ) from None
+
+    def attach(
+        self,
+        counts: Callable[[], list[Family]],
+        on_engines: Callable[[list[wire.EngineState]], None],
+        on_gone: Callable[[], None],
+    ) -> None:
+        """Have these called from now on.
+
+        counts: returns what this process has counted, for the sums over all fronts. on_engines:
+        takes the external engines, now and whenever they change, before their instances are known.
+        on_gone: called when the Conductor is gone or hangs.
+        """
+        self._counts, self._on_engines, self._on_gone = counts, on_engines, on_gone
+        on_engines(self._engines)
 
     async def leave(self) -> None:
         """Leave: for the Conductor, all requests of this front have ended."""
@@ -84,6 +115,10 @@ class RemoteConductor:
             await asyncio.sleep(0)  # the messages of this turn go out
             link, self._link = self._link, None  # its end is no failure
             link.close()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_LEAVE_S):
+                    await link.over.wait()
+        await self.road.close()
 
     @property
     def url(self) -> str:
@@ -111,7 +146,7 @@ class RemoteConductor:
         if self._link is None:
             inbox.put_nowait(Refuse(request.id, _GONE))
         else:
-            self._link.notify(wire.opened(request, keys))
+            self._link.notify(wire.opened(request, keys, self.now_us()))
 
     def notify(self, *messages: wire.ToConductor) -> None:
         """Send messages to the Conductor; if it is away, they are dropped."""
@@ -160,17 +195,20 @@ class RemoteConductor:
         return call
 
     async def _keep(self) -> None:
-        loop, tries = asyncio.get_running_loop(), 0
+        tries = 0
         while True:
             self._lost.clear()
             try:
-                await loop.create_unix_connection(
-                    lambda: _ConductorLink(self, self._limits), self._path
-                )
-            except OSError as error:
+                url = await self.road.find()
+                await self.road.connect(_ConductorLink(self, self._limits, url), url)
+            except MoonserveError as error:
+                if isinstance(error, ConfigError) and not self._welcomed.done():
+                    self._welcomed.set_exception(error)
+                    return
+                self._why = str(error)
                 tries += 1
                 if tries == _LONG:
-                    log.warning("waiting for the Conductor: %s", error.strerror or error)
+                    log.warning("waiting for the Conductor: %s", error)
             else:
                 tries = 0
                 await self._lost.wait()
@@ -187,9 +225,12 @@ class RemoteConductor:
     def received(self, message: wire.ToFront, link: _ConductorLink) -> None:
         """Act on one message."""
         match message:
-            case wire.Welcome(url):  # not before: a process that hangs accepts connections too
-                self._link, self._url = link, url
+            case wire.Welcome():  # not before: a process that hangs accepts connections too
+                self._link, self._url = link, link.url
+                if not self._welcomed.done():
+                    self._welcomed.set_result(message)
             case wire.EngineStates(engines):
+                self._engines = engines
                 self._on_engines(engines)
             case wire.Instances(infos):
                 self._infos = infos
@@ -201,7 +242,9 @@ class RemoteConductor:
     def gone(self) -> None:
         """The Conductor does not know the requests of this front any more."""
         if self._link is not None:
-            log.warning("the Conductor is gone; requests under way have failed")
+            log.warning(
+                "the Conductor at %s is gone; requests under way have failed", self.road.where
+            )
             self._on_gone()
         self._link = None
         self._infos = []
@@ -231,7 +274,8 @@ class RemoteCall:
 
 
 class _ConductorLink(RpcConnection):
-    def __init__(self, owner: RemoteConductor, limits: ConnectionLimits) -> None:
+    def __init__(self, owner: RemoteConductor, limits: ConnectionLimits, url: str) -> None:
+        """url: of the Conductor."""
         super().__init__(
             "the Conductor",
             wire.PROTOCOL,
@@ -240,9 +284,13 @@ class _ConductorLink(RpcConnection):
             limits=limits,
         )
         self._owner = owner
+        self.url = url
+        self.over = asyncio.Event()
+        """Set once the connection has ended."""
 
     def noticed(self, message: wire.ToFront) -> None:
         self._owner.received(message, self)
 
     def lost(self) -> None:
+        self.over.set()
         self._owner.gone()

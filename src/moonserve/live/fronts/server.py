@@ -1,7 +1,8 @@
-"""The Conductor's end of the connections to the fronts, on a unix socket.
+"""The Conductor's end of the connections to the fronts.
 
-The Conductor's process makes one FrontServer. It opens the requests of all fronts at the one
-ConductorLoop, and ends those of a front that is gone. It decides nothing.
+The Conductor's process makes one FrontServer. It serves the route at its port and its unix socket,
+and its guard has found the cluster's token before. FrontServer opens the requests of all fronts at
+the one ConductorLoop, and ends those of a front that is gone. It decides nothing.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from moonserve.core.errors import UNREADABLE, BadRequest, MoonserveError, Overloaded
+from moonserve.core.errors import UNREADABLE, BadRequest, MoonserveError, NobodyAlive, Overloaded
 from moonserve.core.kv.facts import BlocksRemoved
 from moonserve.core.schedule.actions import Prefill, Refuse
 from moonserve.core.schedule.facts import ClientGone
@@ -22,6 +23,9 @@ from moonserve.live.external.fleet import Fleet
 from moonserve.live.external.monitor import POOL
 from moonserve.live.fronts import wire
 from moonserve.live.fronts.counts import Family, lasting, summed
+from moonserve.live.http.message import HttpRequest
+from moonserve.live.http.server import Routes
+from moonserve.live.http.switch import Switch
 from moonserve.live.ports import OutgoingCall
 from moonserve.live.rpc.connection import ConnectionLimits, RpcConnection
 
@@ -38,39 +42,49 @@ class FrontServer:
     def __init__(
         self,
         conductor: ConductorLoop,
-        url: str,
+        welcome: wire.Welcome,
         fleet: Fleet | None = None,
         limits: ConnectionLimits = wire.LIMITS,
     ) -> None:
-        """
-        url: where this process serves HTTP, for requests that fronts forward. fleet: the external
-        engines, None if this gateway has workers.
-        """
+        """welcome: what fronts hear first. fleet: the external engines, None: there are workers."""
         self._conductor = conductor
-        self._url = url
+        self._welcome = welcome
         self._fleet = fleet
         self._limits = limits
         self._engines: list[wire.EngineState] = []
         """The external engines as fronts know them."""
         self._links: set[_FrontLink] = set()
-        self._listener: asyncio.Server | None = None
+        self._accepts = False
         self._meter = LocalMeter(conductor.now_us)
         self._gone: list[Family] = []
         """The counters and histograms of fronts that are gone."""
         conductor.watch_instances(self._send_instances)
 
-    async def listen(self, path: str) -> None:
-        """Accept fronts at this unix socket from now on."""
-        loop = asyncio.get_running_loop()
-        make = lambda: _FrontLink(self, self._limits)  # noqa: E731
-        self._listener = await loop.create_unix_server(make, path)
+    def routes(self) -> Routes:
+        """Where fronts connect."""
+        return {("GET", wire.PATH): self._channel}
 
-    async def close(self) -> None:
+    def open(self) -> None:
+        """Accept fronts from now on."""
+        self._accepts = True
+
+    def close(self) -> None:
         """Accept no more fronts, and close the connections to all."""
-        if self._listener is not None:
-            self._listener.close()
+        self._accepts = False
         for link in list(self._links):
             link.close()
+
+    async def _channel(self, request: HttpRequest) -> Switch:
+        asked = request.headers.get("upgrade", "")
+        if asked != wire.PROTOCOL:
+            raise BadRequest(
+                f"a front has to speak {wire.PROTOCOL} here, not {asked[:100]!r}; run one version"
+                " of moonserve in the cluster",
+                "upgrade",
+            )
+        if not self._accepts:
+            raise NobodyAlive("it does not know yet what its instances hold")
+        return Switch(wire.PROTOCOL, _FrontLink(self, self._limits))
 
     @property
     def fronts(self) -> int:
@@ -107,7 +121,7 @@ class FrontServer:
     def joined(self, link: _FrontLink) -> None:
         """A front has connected."""
         self._links.add(link)
-        link.notify(wire.Welcome(self._url), wire.EngineStates(self._engines))
+        link.notify(self._welcome, wire.EngineStates(self._engines))
         link.notify(wire.Instances(self._conductor.instances()))
 
     def left(self, link: _FrontLink) -> None:
@@ -131,7 +145,7 @@ class FrontServer:
                 link.notify(Refuse(name, why, "duplicate_request_id"))
             case wire.Opened(name, keys=keys):
                 link.lives.add(name)
-                conductor.open(message.request(), keys, link)
+                conductor.open(message.request(conductor.now_us()), keys, link)
             case wire.FirstToken(name, cached) if name in link.lives:
                 conductor.first_token(name, cached)
             case wire.Kept(keys, to, source):

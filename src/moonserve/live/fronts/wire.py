@@ -1,7 +1,8 @@
-"""Messages between a front and the Conductor's process, as notices of live.rpc on a unix socket.
+"""Messages between a front and its Conductor, as notices of live.rpc.
 
 Facts and actions of core travel as they are. Of a prompt only the length travels: the Conductor
-reads no tokens. Both ends send a beat every second, so that each notices a process that hangs.
+reads no tokens. Two hosts have two clocks, so no time of a clock travels, only ages. Both ends send
+a beat every second, so that each notices a process that hangs, or a host that is lost.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ from moonserve.live.external.spec import InstanceSpec
 from moonserve.live.ports import DriverFact
 from moonserve.live.rpc.connection import ConnectionLimits
 
-PROTOCOL = "moonserve-fronts/3"
+PROTOCOL = "moonserve-fronts/4"
+PATH = "/internal/front"
+"""Where a Conductor's HTTP server switches a front's connection to rpc."""
 LIMITS = ConnectionLimits(frame_bytes=256 << 20, unread_bytes=256 << 20, beat_s=1.0, missed_beats=5)
 COUNT = "count"
 """The one operation: a front returns the list of Family that it has counted."""
@@ -64,13 +67,15 @@ class Opened(msgspec.Struct, frozen=True, tag=True):
     stopping: Stopping
     slo: Slo
     priority: int
-    arrived_us: Micros | None
+    age_us: Micros
+    """How long ago the front received its headers."""
     whole: bool
     tenant: str
     address: str
 
-    def request(self) -> Request:
-        """The request as the Conductor receives it, with a prompt that has a length only."""
+    def request(self, now_us: Micros) -> Request:
+        """The request as the Conductor receives it at `now_us` of its clock; its prompt has a
+        length only."""
         return Request(
             id=self.id,
             model=self.model,
@@ -78,15 +83,16 @@ class Opened(msgspec.Struct, frozen=True, tag=True):
             stopping=self.stopping,
             slo=self.slo,
             priority=self.priority,
-            arrived_us=self.arrived_us,
+            arrived_us=now_us - self.age_us,
             whole=self.whole,
             tenant=self.tenant,
             address=self.address,
         )
 
 
-def opened(request: Request, keys: Sequence[BlockKey]) -> Opened:
-    """The message for a request that arrived; the inverse of `Opened.request`."""
+def opened(request: Request, keys: Sequence[BlockKey], now_us: Micros) -> Opened:
+    """The message for a request that arrived; the inverse of `Opened.request`. now_us: of the clock
+    of `request`."""
     return Opened(
         id=request.id,
         model=request.model,
@@ -95,7 +101,7 @@ def opened(request: Request, keys: Sequence[BlockKey]) -> Opened:
         stopping=request.stopping,
         slo=request.slo,
         priority=request.priority,
-        arrived_us=request.arrived_us,
+        age_us=now_us - request.since_us(now_us),
         whole=request.whole,
         tenant=request.tenant,
         address=request.address,
@@ -171,9 +177,12 @@ class EngineStates(msgspec.Struct, frozen=True, tag=True):
 
 
 class Welcome(msgspec.Struct, frozen=True, tag=True):
-    """The first message to a front: the URL at which the Conductor's process serves HTTP."""
+    """The first message to a front: what the instances of this Conductor serve."""
 
-    url: str
+    model: str
+    """The model of its workers; empty: it has external engines."""
+    expected: int
+    """How many instances its settings describe; 0: workers join by themselves."""
 
 
 class Instances(msgspec.Struct, frozen=True, tag=True):

@@ -522,9 +522,12 @@ class HttpClient:
         max_per_host: int = 1024,
         idle_s: float = 30.0,
         max_reply_bytes: Bytes = 64 << 20,
+        path: str = "",
     ) -> None:
-        """trust: which servers of https:// URLs it trusts."""
+        """trust: which servers of https:// URLs it trusts. path: of a unix socket, to which all
+        connections go, whatever host and port a URL has; empty: they go by TCP."""
         self._trust = trust
+        self._path = path
         self._max_per_host = max_per_host
         self._idle_s = idle_s
         self._max_reply_bytes = max_reply_bytes
@@ -702,6 +705,12 @@ class HttpClient:
         else:
             raise ConfigError(f"http://{peer}: this process uses TLS; write https://", "url")
         try:
+            if self._path:
+                peer = self._path
+                _, connection = await loop.create_unix_connection(
+                    lambda: Connection(peer, self._open, refused), self._path
+                )
+                return self._ready(connection)
             _, connection = await loop.create_connection(
                 lambda: Connection(peer, self._open, refused),
                 target.host,
@@ -714,7 +723,11 @@ class HttpClient:
         except OSError as error:
             why = error.strerror or str(error)
             raise UpstreamError(f"{peer}: cannot connect: {why}", sent=False) from None
-        if self._closed:  # closed while it connected
+        return self._ready(connection)
+
+    def _ready(self, connection: Connection) -> Connection:
+        """A new connection; it is cut if this client was closed while it connected."""
+        if self._closed:
             connection.abort()
         return connection
 

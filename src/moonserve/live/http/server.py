@@ -15,7 +15,10 @@ import asyncio
 import contextlib
 import errno
 import logging
+import os
+import socket
 import ssl
+import stat
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
@@ -128,8 +131,10 @@ def address_of(peer: object) -> str:
 class Connections:
     """What the connections of one server share."""
 
-    def __init__(self, app: App) -> None:
+    def __init__(self, app: App, private: bool = False) -> None:
+        """private: only this user's processes can connect."""
         self.app = app
+        self.private = private
         self.places: Places[Accepted] = Places(app.place_limits)
         self.open: set[Accepted] = set()
         self.tasks: set[asyncio.Task[None]] = set()
@@ -227,8 +232,9 @@ class Accepted(asyncio.Protocol):
 
     @property
     def certified(self) -> bool:
-        """Whether the client has shown a certificate that this server trusts."""
-        return bool(self.transport.get_extra_info("peercert"))
+        """Whether the client has shown a certificate that this server trusts, or came over a unix
+        socket, which only this user may use."""
+        return self._shared.private or bool(self.transport.get_extra_info("peercert"))
 
     @property
     def full(self) -> bool:
@@ -790,8 +796,10 @@ class Server:
     def __init__(self, connections: Connections, listener: asyncio.Server | TlsListener) -> None:
         self._connections = connections
         self._listener = listener
-        self.port: int = listener.sockets[0].getsockname()[1]
-        """The port it listens on, also if the caller asked for port 0."""
+        name = listener.sockets[0].getsockname()
+        self._path = name if isinstance(name, str) else ""
+        self.port: int = 0 if self._path else name[1]
+        """The port it listens on, also if the caller asked for port 0; 0 at a unix socket."""
 
     def metrics(self) -> Iterable[Metric]:
         """The connections that are open, and those that were refused, for /metrics."""
@@ -811,6 +819,9 @@ class Server:
         """
         connections = self._connections
         self._listener.close()
+        if self._path:
+            with contextlib.suppress(OSError):
+                os.unlink(self._path)
         for connection in list(connections.open):
             connection.shutdown()
         if connections.tasks:
@@ -870,6 +881,46 @@ async def serve(
     except OSError as error:
         raise bind_error(error, host, port, setting) from None
     return Server(connections, listener)
+
+
+async def serve_socket(app: App, path: str, setting: str) -> Server:
+    """Listen at a unix socket that only this user may use, and serve `app` on the running loop.
+
+    A socket that a killed process has left is replaced. Raises ConfigError, also if another process
+    listens there; `setting` is the name of the path's setting.
+    """
+    held = socket.socket(socket.AF_UNIX)
+    try:
+        if _listens(path):
+            raise ConfigError(
+                f"another process listens at {path}; stop it, or choose another path", setting
+            )
+        with contextlib.suppress(FileNotFoundError):
+            if stat.S_ISSOCK(os.stat(path).st_mode):
+                os.unlink(path)
+        held.bind(path)
+        os.chmod(path, 0o600)  # nobody can connect before it listens
+    except OSError as error:
+        held.close()
+        why = error.strerror or error
+        raise ConfigError(f"cannot listen at {path}: {why}", setting) from None
+    except ConfigError:
+        held.close()
+        raise
+    connections = Connections(app, private=True)
+    loop = asyncio.get_running_loop()
+    listener = await loop.create_unix_server(lambda: Accepted(connections), sock=held, backlog=2048)
+    return Server(connections, listener)
+
+
+def _listens(path: str) -> bool:
+    """Whether a process accepts connections at this unix socket. Raises OSError: it cannot be."""
+    with socket.socket(socket.AF_UNIX) as trial:
+        try:
+            trial.connect(path)
+        except (FileNotFoundError, ConnectionRefusedError):
+            return False
+    return True
 
 
 def bind_error(error: OSError, host: str, port: int, setting: str) -> ConfigError:

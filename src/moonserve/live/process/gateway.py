@@ -84,8 +84,8 @@ class Deciding:
         port: int | None = None,
     ) -> None:
         """model: its name, or its text side if this process has that. engines: the external ones;
-        None: workers will join. port: the one that other gateways find; None: the port at which
-        the process listens.
+        None: workers will join. port: the one that others find in the registry; None: the port at
+        which the process listens.
         """
         self.conductor, self.pool = conductor_and_pool(config, http)
         self.engines_http: HttpClient | None = None
@@ -200,7 +200,7 @@ def front_of(
     limits = Limits(
         max_in_flight=config.max_in_flight,
         max_bodies_bytes=max(Limits().max_bodies_bytes, _LARGEST_BODIES * config.max_body_bytes),
-        shares_ids=config.workers > 1 or bool(config.registry),
+        shares_ids=bool(config.conductor),
     )
     until_us = conductor.now_us() + seconds_to_us(config.ready_s)
     expected = Expected(

@@ -16,7 +16,15 @@ from moonserve.live.control.config import GatewayConfig
 from moonserve.live.control.views import Figures
 from moonserve.live.http.client import HttpClient
 from moonserve.live.http.places import PlaceLimits
-from moonserve.live.http.server import App, Handler, ProcessPart, Routes, Server, serve
+from moonserve.live.http.server import (
+    App,
+    Handler,
+    ProcessPart,
+    Routes,
+    Server,
+    serve,
+    serve_socket,
+)
 from moonserve.live.process.metrics import ProcessMetrics
 from moonserve.live.process.supervise import beat, say, stop_event
 from moonserve.live.store.settings import url_of
@@ -46,6 +54,7 @@ class Process:
         self._guard = guard
         self._name = name
         self._server: Server | None = None
+        self._at_socket: Server | None = None
         if front is not None:
             front.metrics.registry.register(ProcessMetrics())
 
@@ -57,6 +66,8 @@ class Process:
 
     async def listen(self, fallback: Handler | None = None, shared: bool = False) -> None:
         """Prepare all parts, listen, then start the parts in order; on failure, stop all.
+
+        It listens at the port and, if the settings name one, at the unix socket.
 
         fallback: serves the paths that no part has; shared: other processes listen there too.
         Raises ConfigError, RegistryError.
@@ -83,6 +94,8 @@ class Process:
             config = self._config
             tls = config.tls.listener(config.tls_client_auth) if config.tls else None
             self._server = await serve(app, config.host, config.port, shared=shared, tls=tls)
+            if config.socket:
+                self._at_socket = await serve_socket(app, config.socket, "socket")
             if self._front is not None:
                 self._front.metrics.registry.register(Figures(self._server.metrics))
             for part in self._parts:
@@ -105,8 +118,9 @@ class Process:
         if self._front is not None:
             self._front.drain()
             await self._front.idle(drain_s)
-        if self._server is not None:
-            await self._server.stop(0)
+        for server in (self._server, self._at_socket):
+            if server is not None:
+                await server.stop(0)
         for part in reversed(self._parts):
             await part.stop()
         await self.http.close()

@@ -4,7 +4,7 @@ instances/NAME   InstanceInfo: a moonserve worker, while it lives
 engines/NAME     InstanceSpec: an external engine, put there by its operator
 gateways/NAME    GatewayEntry
 store/master     MasterEntry
-leaders/DUTY     the gateway that has a duty, such as conductor/MODEL
+leaders/DUTY     the name of the gateway that has a duty, such as conductor
 """
 
 from __future__ import annotations
@@ -29,6 +29,10 @@ INSTANCES = "instances/"
 ENGINES = "engines/"
 GATEWAYS = "gateways/"
 MASTER = "store/master"
+DUTY = "conductor"
+"""The duty of the Conductor that decides,"""
+LEADER = f"leaders/{DUTY}"
+"""and where its name is."""
 
 
 class GatewayEntry(msgspec.Struct, frozen=True):

@@ -1,7 +1,7 @@
 """One connection between two processes of a cluster: calls with replies, and notices.
 
-The store's members and master use it over HTTP connections that were switched, and fronts and the
-Conductor's process over a unix socket. Both ends are the same class. Nothing blocks here, and no
+The store's members and master use it, and fronts and their Conductor, over HTTP connections that
+were switched (live.rpc.switching). Both ends are the same class. Nothing blocks here, and no
 frame is sent twice.
 
 A frame is a head (size of the body, number of the call, kind) and a body. The body of a call begins
@@ -90,6 +90,8 @@ class RpcConnection(Switched):
         ends may do so, or both could wait for each other.
         """
         self.peer = peer
+        self.protocol = protocol
+        """Its name and version, as both ends say it."""
         self._protocol = protocol.encode()
         self._answer = answer
         self._decode = None if notices is None else msgspec.msgpack.Decoder(list[notices]).decode

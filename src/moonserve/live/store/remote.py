@@ -28,10 +28,11 @@ from moonserve.core.errors import (
 from moonserve.core.kv.facts import BlockEvent, BlocksCleared
 from moonserve.core.units import BlockKey, LeaseId, SegmentId
 from moonserve.live.http.auth import bearer
-from moonserve.live.http.client import BadReply, ClientResponse, HttpClient, check_url
+from moonserve.live.http.client import HttpClient, check_url
 from moonserve.live.http.message import ErrorReply, HttpRequest, Response, json_response
 from moonserve.live.http.server import Handler
 from moonserve.live.rpc.connection import ConnectionLimits, RpcConnection
+from moonserve.live.rpc.switching import Callee, switched
 from moonserve.live.store import operations, wire
 from moonserve.live.store.link import FAILURES, MasterLink, text
 from moonserve.live.store.pool import Pool
@@ -48,8 +49,7 @@ _MOUNT_DEADLINE_S = 120.0
 _WAIT_S = 20.0
 _PAUSE_S = 0.5
 _MAX_LEASES = 10_000
-_FOR_NOW = (408, 409, 425, 429)
-"""Statuses below 500 of a server that may answer otherwise soon."""
+_MASTER = Callee("store's master", _URL, StoreError)
 _LIMITS = ConnectionLimits(frame_bytes=wire.MAX_REPLY_BYTES)
 
 
@@ -62,7 +62,7 @@ class HttpRpc:
         check_url(url, _URL)
         self._http = http
         self.url = url.rstrip("/")
-        self._headers = bearer(token)
+        self._token = token
         self._connection: RpcConnection | None = None
         self._connecting = asyncio.Lock()
 
@@ -86,15 +86,9 @@ class HttpRpc:
         async with self._connecting:
             if self._connection is None or not self._connection.is_open:
                 connection = RpcConnection(f"store master {self.url}", PROTOCOL, limits=_LIMITS)
-                try:
-                    reply = await self._http.upgrade(
-                        self.url + PATH, PROTOCOL, connection,
-                        headers=self._headers, timeout_s=_CALL_S,
-                    )  # fmt: skip
-                except BadReply as error:
-                    raise ConfigError(f"{self.url} is no store's master: {error}", _URL) from None
-                if reply is not None:
-                    raise self._refusal(reply)
+                await switched(
+                    self._http, self.url, PATH, connection, self._token, _MASTER, _CALL_S
+                )
                 self._connection = connection
             return self._connection
 
@@ -105,20 +99,6 @@ class HttpRpc:
             self.url = url.rstrip("/")
             if self._connection is not None and self._connection.is_open:
                 self._connection.transport.abort()
-
-    def _refusal(self, reply: ClientResponse) -> MoonserveError:
-        try:
-            said = msgspec.json.decode(reply.body, type=ErrorReply).error.message
-        except UNREADABLE:
-            said = f"it answers {reply.status}"
-        if reply.status == 401:
-            return ConfigError(
-                f"{self.url} does not accept it; set MOONSERVE_TOKEN to that of the process there",
-                "token",
-            )
-        if reply.status >= 500 or reply.status in _FOR_NOW:
-            return StoreError(f"the store's master {self.url} cannot answer: {said}")
-        return ConfigError(f"{self.url} is no store's master: {said}", _URL)
 
 
 class RemotePool(Pool):
