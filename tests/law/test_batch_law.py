@@ -12,7 +12,7 @@ from hypothesis.stateful import (
     rule,
 )
 
-from moonserve.core.engine.batch import Batch, Pass, PassResult
+from moonserve.core.engine.batch import Batch, Counted, Pass, PassResult, Progress
 from moonserve.core.engine.blocks import BlockPool
 from moonserve.core.errors import BadRequest
 from moonserve.core.request import Sampling, Stopping
@@ -199,3 +199,104 @@ class BatchMachine(RuleBasedStateMachine):
 
 TestBatchLaw = BatchMachine.TestCase
 TestBatchLaw.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)
+
+
+class CountedMachine(RuleBasedStateMachine):
+    """Two batches of counted tokens: one by single passes of chunks, one in as few as it can."""
+
+    @initialize(
+        blocks=st.integers(1, 12),
+        block_size=st.integers(1, 4),
+        chunk=st.integers(1, 9),
+        seqs=st.integers(1, 4),
+    )
+    def start(self, blocks: int, block_size: int, chunk: int, seqs: int) -> None:
+        self.slow, self.quick = (
+            Batch(BlockPool(blocks), block_size=block_size, chunk_tokens=chunk, max_seqs=seqs)
+            for _ in range(2)
+        )
+        self.count = 0
+
+    @rule(prompt=st.integers(1, 14), new=st.integers(1, 9), lacks=st.integers(1, 3))
+    def add(self, prompt: int, new: int, lacks: int) -> None:
+        """Mostly with all KV loaded, as behind prefill instances."""
+        self.count += 1
+        for batch in (self.slow, self.quick):
+            load = max(0, prompt - lacks)
+            blocks = batch.pool.allocate(batch.blocks_for(load))
+            if blocks is None:
+                load, blocks = 0, ()
+            try:
+                batch.add(
+                    RequestId(f"r{self.count}"),
+                    Counted(prompt),
+                    prompt_len=prompt,
+                    computed=load,
+                    blocks=blocks,
+                    sampling=Sampling(),
+                    stopping=Stopping(max_tokens=new),
+                )
+            except BadRequest:
+                batch.pool.free(blocks)
+
+    @rule(pick=st.integers(0, 99))
+    def cancel(self, pick: int) -> None:
+        name = RequestId(f"r{pick % (self.count + 1)}")
+        assert self.slow.cancel(name) == self.quick.cancel(name)
+
+    @rule(gone=st.integers(0, 99), pick=st.integers(0, 99))
+    def run(self, gone: int, pick: int) -> None:
+        """A run of equal passes, of which `gone` are over when it is broken off; or one pass, in
+        which a request is cancelled."""
+        steady = self.quick.steady()
+        if steady > 1:
+            passes = 1 + gone % steady
+            self.quick.skip(passes)
+            assert all(self._chunks(None) == [] for _ in range(passes))
+            return
+        cancelled = RequestId(f"r{pick % (self.count + 1)}")
+        step = self.quick.plan_step()
+        if step is not None:
+            context = self.slow.context
+            self.quick.cancel(cancelled)
+            got, ended = self.quick.apply_step(step)
+            assert self._chunks(cancelled) == ended
+            assert step.context >= context, "those that joined count as well"
+            assert set(self.quick.members()) <= set(got)
+            return
+        work = self.quick.plan()
+        if work is not None:
+            self.quick.cancel(cancelled)
+            ended = self.quick.apply(work, sampled(work))
+            assert self._chunks(cancelled) == [one for one in ended if one.finish is not None]
+
+    def _chunks(self, cancelled: RequestId | None) -> list[Progress]:
+        """A pass of the slow one: what ended with it."""
+        work = self.slow.plan()
+        assert work is not None
+        if cancelled is not None:
+            self.slow.cancel(cancelled)
+        return [it for it in self.slow.apply(work, sampled(work)) if it.finish is not None]
+
+    @invariant()
+    def agree(self) -> None:
+        if not hasattr(self, "slow"):
+            return
+        slow, quick = self.slow, self.quick
+        assert slow.members() == quick.members()
+        assert (slow.waiting, slow.preemptions) == (quick.waiting, quick.preemptions)
+        assert slow.pool.free_count == quick.pool.free_count
+        assert slow.demand() == quick.demand()
+        for at in range(self.count):
+            held = [batch.held(RequestId(f"r{at + 1}")) for batch in (slow, quick)]
+            first, second = [it and (it[0], len(it[1])) for it in held]
+            assert first == second, "tokens with KV, and blocks"
+
+
+def sampled(work: Pass) -> PassResult:
+    """Token 0 for each chunk that samples."""
+    return PassResult({c.request: 0 for c in work.chunks if c.sampling is not None}, 1)
+
+
+TestCounted = CountedMachine.TestCase
+TestCounted.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)

@@ -25,7 +25,7 @@ from moonserve.sim.report import report
 from moonserve.sim.segments import full_keys
 from moonserve.sim.setup import Breakdown, Setup
 from moonserve.sim.synthesize import Shape, synthesize
-from moonserve.sim.trace import Row, Trace
+from moonserve.sim.trace import Row, Trace, scale
 
 GOAL = Slo(10_000_000, 100_000)
 SMALL = Setup(prefill=2, decode=2, profile=PROFILES["a800"], goal=GOAL)
@@ -118,6 +118,12 @@ def test_one_prompt_at_a_time_unless_told_otherwise() -> None:
     assert first_us < firsts[0] < 2 * first_us
 
 
+def pass_by_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every pass of an instance is planned by itself, chunk by chunk."""
+    monkeypatch.setattr(Batch, "steady", lambda self: 0)
+    monkeypatch.setattr(Batch, "plan_step", lambda self: None)
+
+
 @pytest.mark.parametrize("breakdowns", [(), ("kill",), ("slow",)])
 def test_passes_taken_in_one_go_end_when_single_ones_do(
     breakdowns: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
@@ -125,12 +131,36 @@ def test_passes_taken_in_one_go_end_when_single_ones_do(
     """Skipping over passes that are alike changes no time of any request, nor of any gap."""
     faults = tuple(Breakdown(what, "d001", 12_345_678, 1.5) for what in breakdowns)
     quick = ran(breakdowns=faults)
-    monkeypatch.setattr(Batch, "steady", lambda self: 0)
+    pass_by_pass(monkeypatch)
     slow = ran(breakdowns=faults)
     assert len(quick.nodes["d000"].ends) > 100
     assert quick.nodes["d000"].ends == slow.nodes["d000"].ends
     assert gaps_ms(quick) == gaps_ms(slow)
     assert measure(quick, 0.0).rows == measure(slow, 0.0).rows
+    assert quick.digest.hex() == slow.digest.hex()
+
+
+@pytest.mark.parametrize("chunk_tokens", [512, 1 << 40])
+def test_passes_without_chunks_are_those_with(
+    chunk_tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where instances do both, run out of blocks and lose calls: times and shares agree."""
+    faults = (Breakdown("kill", "m001", 9_000_000), Breakdown("join", "m001", 15_000_000))
+    setup = {
+        "prefill": 0,
+        "decode": 0,
+        "mixed": 3,
+        "chunk_tokens": chunk_tokens,
+        "profile": msgspec.structs.replace(PROFILES["a800"], kv_tokens=60 * 512),
+        "breakdowns": faults,
+    }
+    quick = ran(scale(CHAT, 3.0), **setup)
+    assert any(node.preemptions for node in quick.nodes.values())
+    pass_by_pass(monkeypatch)
+    slow = ran(scale(CHAT, 3.0), **setup)
+    assert measure(quick, 0.0).rows == measure(slow, 0.0).rows
+    assert [node.ends for node in quick.nodes.values()] == [n.ends for n in slow.nodes.values()]
+    assert quick.samples == slow.samples
     assert quick.digest.hex() == slow.digest.hex()
 
 
@@ -141,7 +171,7 @@ def test_who_asks_for_room_sees_what_a_run_of_passes_took(
     trace = trace_of((0, 2_048, 3_000, range(4)), (60_000, 2_560, 100, range(10, 15)))
     profile = msgspec.structs.replace(PROFILES["a800"], kv_tokens=12 * 512)
     quick = ran(trace, prefill=1, decode=1, profile=profile)
-    monkeypatch.setattr(Batch, "steady", lambda self: 0)
+    pass_by_pass(monkeypatch)
     slow = ran(trace, prefill=1, decode=1, profile=profile)
     assert quick.digest.hex() == slow.digest.hex()
 

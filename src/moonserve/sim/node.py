@@ -10,9 +10,16 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
-from moonserve.core.engine.batch import Batch, Chunk, Counted, Pass, PassResult, Progress
+from moonserve.core.engine.batch import (
+    Batch,
+    Chunk,
+    Counted,
+    DecodeStep,
+    Pass,
+    PassResult,
+    Progress,
+)
 from moonserve.core.engine.blocks import BlockPool
 from moonserve.core.request import Finish, Sampling, Stopping
 from moonserve.core.schedule.cost import Cost, pass_sample
@@ -63,7 +70,7 @@ class Node:
         self._calls: dict[RequestId, Call] = {}
         self._plan = 0
         """A number that grows when what was scheduled is no longer valid."""
-        self._pass: tuple[Pass, Micros] | None = None
+        self._pass: tuple[Pass | DecodeStep, Micros] | None = None
         self._steady: list[int] | None = None
         """[passes to go, passes gone, requests, context tokens] of a run of equal passes."""
         self._turn_us: Micros = 0
@@ -142,7 +149,7 @@ class Node:
 
     def _drop(self, call: Call) -> None:
         """Drop a part that is not wanted any more; its pass stops."""
-        if self._pass is not None and self._pass[0].chunks[0].request == call.request:
+        if self._computes(call):
             self.busy_us = self.busy_by_us()
             call.busy_us += self._clock.now_us - self._turn_us
             self._pass = None
@@ -151,15 +158,16 @@ class Node:
             self._parts.remove(call)
         self._pool.free(self._blocks.pop(call.request, ()))
 
+    def _computes(self, part: Call) -> bool:
+        """Whether the current pass is this part's."""
+        work = None if self._pass is None else self._pass[0]
+        return isinstance(work, Pass) and work.chunks[0].request == part.request
+
     def came(self, call: Call) -> None:
         """The last piece that a part waited for has arrived: compute what depends on it."""
         assert call.part is not None
         call.part.whole = True
-        if (
-            self._calls.get(call.request) is call
-            and self._pass is not None
-            and self._pass[0].chunks[0].request == call.request
-        ):
+        if self._calls.get(call.request) is call and self._computes(call):
             end_us = self._clock.now_us + self.pass_us // call.part.pieces
             self._plan += 1
             ended = partial(self._ended, self._plan)
@@ -252,7 +260,7 @@ class Node:
         self._turn_us = now_us
         if self._parts:
             call = self._parts.popleft()
-            tokens: Any = Counted(call.known - call.cached)
+            tokens = range(call.known - call.cached)
             self._launch(Pass((Chunk(call.request, tokens, call.cached, (), None),)))
             return True
         passes = self._batch.steady()
@@ -261,20 +269,33 @@ class Node:
             self._steady = [passes, 0, seqs, self._batch.context]
             self._look_again()
             return True
+        return self._launch_next()
+
+    def _launch_next(self) -> bool:
+        """Start the pass that begins at `_turn_us`. Returns whether there is one."""
+        step = self._batch.plan_step()
+        if step is not None:
+            elapsed_us = self._took(self.cost.decode_step_us(step.seqs, step.context))
+            self._start(step, elapsed_us, step.joined)
+            return True
         work = self._batch.plan()
-        if work is None:
-            return False
-        self._launch(work)
-        return True
+        if work is not None:
+            self._launch(work)
+        return work is not None
 
     def _launch(self, work: Pass) -> None:
-        """Start a pass that begins at `_turn_us`."""
         part = self._calls[work.chunks[0].request].part
         cost_us = self.cost.pass_of_us(pass_sample(work, 0))
         elapsed_us = self._took((part and part.work_us) or cost_us)
+        self._start(work, elapsed_us, [chunk.request for chunk in work.chunks])
+
+    def _start(
+        self, work: Pass | DecodeStep, elapsed_us: Micros, requests: Sequence[RequestId]
+    ) -> None:
+        """A pass begins at `_turn_us`, and perhaps with it some of these requests."""
         self._pass = (work, elapsed_us)
-        for chunk in work.chunks:
-            call = self._calls[chunk.request]
+        for request in requests:
+            call = self._calls[request]
             if call.began_us is None:
                 call.began_us = self._turn_us
                 self._begin(self, call)
@@ -285,6 +306,9 @@ class Node:
         if plan != self._plan or self._pass is None:
             return
         work, elapsed_us = self._pass[0], self._clock.now_us - self._turn_us
+        if isinstance(work, DecodeStep):
+            self._ended_step(work, elapsed_us)
+            return
         call = self._calls.get(work.chunks[0].request)
         part = None if call is None else call.part
         if part is not None and not part.whole:
@@ -299,36 +323,59 @@ class Node:
             step = Progress(call.request, 0, call.cached, call.known, Finish("length"))
             self._tell(self, call, step)
             return
-        sampled = {c.request: 0 for c in work.chunks if c.sampling is not None}
+        sampled = dict.fromkeys([c.request for c in work.chunks if c.sampling is not None], 0)
         steps = self._batch.apply(work, PassResult(sampled, elapsed_us))
         if len(steps) < len(work.chunks):  # a call that was cancelled meanwhile leaves only now
             self._full = False
         for step in steps:
             call = self._calls[step.request]
             if step.token is not None:
-                self._gave(call, number, 1)
+                self._gave((step.request,), number, 1)
             if step.finish is not None:
                 del self._calls[step.request]
                 self._full = False
             self._tell(self, call, step)
 
-    def _charge(self, work: Pass, elapsed_us: Micros) -> None:
+    def _ended_step(self, step: DecodeStep, elapsed_us: Micros) -> None:
+        """Every call got one token; only those that end are told."""
+        self._pass = None
+        self.stirred = True
+        self.busy_us += elapsed_us
+        number = len(self.ends)
+        self.ends.append(self._clock.now_us)
+        self._charge(step, elapsed_us)
+        got, ended = self._batch.apply_step(step)
+        if ended or len(got) < step.seqs:  # a call that was cancelled meanwhile leaves only now
+            self._full = False
+        self._gave(got, number, 1)
+        for last in ended:
+            self._tell(self, self._calls.pop(last.request), last)
+
+    def _charge(self, work: Pass | DecodeStep, elapsed_us: Micros) -> None:
         """Share a pass's time among its calls by the tokens that each computed, if they may
         prefill."""
         if self.info.role == "decode":
             return
-        tokens = sum(len(chunk.tokens) for chunk in work.chunks)
-        for chunk in work.chunks:
-            call = self._calls.get(chunk.request)
-            if call is not None:  # None: it was cancelled meanwhile
-                call.busy_us += elapsed_us * len(chunk.tokens) // tokens
-
-    def _gave(self, call: Call, first: int, count: int) -> None:
-        """Record that the passes from `first` on gave the call one token each."""
-        if call.spans and call.spans[-1][1] == first:
-            call.spans[-1][1] += count
+        if isinstance(work, DecodeStep):
+            shares = dict.fromkeys(self._batch.members(), 1)
         else:
-            call.spans.append([first, first + count])
+            shares = {chunk.request: len(chunk.tokens) for chunk in work.chunks}
+        tokens = sum(shares.values())
+        for request, count in shares.items():
+            call = self._calls.get(request)
+            if call is not None:  # None: it was cancelled meanwhile
+                call.busy_us += elapsed_us * count // tokens
+
+    def _gave(self, requests: Sequence[RequestId], first: int, count: int) -> None:
+        """Record that the passes from `first` on gave each of these calls one token."""
+        calls = self._calls
+        after = first + count
+        for request in requests:
+            spans = calls[request].spans
+            if spans and spans[-1][1] == first:
+                spans[-1][1] = after
+            else:
+                spans.append([first, after])
 
     # Runs of equal passes.
 
@@ -353,20 +400,23 @@ class Node:
         """Count the steps of the run that ended by now."""
         assert self._steady is not None
         left, gone, seqs, context = self._steady
-        turn_us, ends = self._turn_us, self.ends
-        took, step_of = self._took, self.cost.decode_step_us
-        while left:
-            end_us = turn_us + took(step_of(seqs, context))
+        turn_us = self._turn_us
+        base, per_seq, per_context = self.cost.step_us
+        fixed = base + per_seq * seqs  # as Cost.decode_step_us adds
+        slow = self.slow
+        ends: list[Micros] = []
+        for held in range(context, context + left * seqs, seqs):
+            step_us = round(fixed + per_context * held)
+            end_us = turn_us + (step_us if slow == 1.0 else self._took(step_us))
             if end_us > now_us:
                 break
             ends.append(end_us)
             turn_us = end_us
-            context += seqs
-            left -= 1
-            gone += 1
+        self.ends.extend(ends)
         self.busy_us += turn_us - self._turn_us
         self._turn_us = turn_us
-        self._steady = [left, gone, seqs, context]
+        ended = len(ends)
+        self._steady = [left - ended, gone + ended, seqs, context + ended * seqs]
 
     def _end_run(self) -> None:
         """Tell the batch how many passes have ended."""
@@ -376,9 +426,7 @@ class Node:
         self.stirred = True
         if not gone:
             return
-        first = len(self.ends) - gone
-        for request in self._batch.members():
-            self._gave(self._calls[request], first, gone)
+        self._gave(self._batch.members(), len(self.ends) - gone, gone)
         self._batch.skip(gone)
 
     def _break_run(self) -> None:
@@ -389,9 +437,8 @@ class Node:
         in_flight = self._turn_us < self._clock.now_us
         self._end_run()
         if in_flight:  # the current pass goes on without the new call
-            work = self._batch.plan()
-            assert work is not None
-            self._launch(work)
+            begun = self._launch_next()
+            assert begun
 
     def _took(self, us: Micros) -> Micros:
         return us if self.slow == 1.0 else round(us * self.slow)

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from itertools import chain
-from typing import Any
+from itertools import chain, islice
 
 import msgspec
 
@@ -32,13 +31,6 @@ class Counted:
     def __len__(self) -> int:
         return self._count
 
-    def extend(self, tokens: Sequence[int] | Counted) -> None:
-        """Add as many tokens."""
-        self._count += len(tokens)
-
-    def __getitem__(self, part: slice) -> Counted:
-        return Counted(len(range(*part.indices(self._count))))
-
 
 class Chunk(msgspec.Struct, frozen=True):
     """Some tokens of one request to run in one pass.
@@ -46,6 +38,7 @@ class Chunk(msgspec.Struct, frozen=True):
     tokens[i] is at sequence position start + i. Its KV goes to slot (start + i) % block_size of
     block blocks[(start + i) // block_size]. `blocks` covers positions 0 .. start + len(tokens) - 1.
     With `sampling`, the token at position start + len(tokens) is sampled from the last logits.
+    Counted tokens are a range, without blocks: no engine reads them.
     """
 
     request: RequestId
@@ -84,20 +77,25 @@ class _Seq:
     """One request inside the batch."""
 
     __slots__ = (
-        "blocks", "cancelled", "computed", "id", "in_pass", "known", "prompt_len", "sampling",
-        "stopping",
+        "blocks", "cancelled", "computed", "id", "in_pass", "known", "most_known", "prompt_len",
+        "sampling", "stopping", "tokens",
     )  # fmt: skip
 
     def __init__(
         self,
         id: RequestId,
-        known: Sequence[int] | Counted,
+        tokens: Sequence[int] | Counted,
         prompt_len: Tokens,
         sampling: Sampling,
         stopping: Stopping,
     ) -> None:
         self.id = id
-        self.known: Any = known[:] if isinstance(known, Counted) else list(known)
+        self.tokens: list[int] | None = None if isinstance(tokens, Counted) else list(tokens)
+        """The known tokens; None: they are only counted."""
+        self.known: Tokens = len(tokens)
+        """How many there are."""
+        self.most_known: Tokens = prompt_len + stopping.max_tokens
+        """With so many it has ended."""
         self.prompt_len = prompt_len
         self.computed: Tokens = 0
         self.blocks: list[int] = []
@@ -105,6 +103,16 @@ class _Seq:
         self.stopping = stopping
         self.in_pass = False
         self.cancelled = False
+
+
+class DecodeStep(msgspec.Struct, frozen=True):
+    """A pass without chunks, for simulation: every running request decodes one token."""
+
+    seqs: int
+    context: Tokens
+    """Known tokens of all of them."""
+    joined: Sequence[RequestId]
+    """Those for which it is the first pass here, in order of arrival."""
 
 
 class Batch:
@@ -134,7 +142,7 @@ class Batch:
         self._running: list[_Seq] = []
         self._waiting: deque[_Seq] = deque()
         self._by_id: dict[RequestId, _Seq] = {}
-        self._in_flight: Pass | None = None
+        self._in_flight: Pass | DecodeStep | None = None
         self._spent: Tokens = 0  # the part of chunk_tokens that the pass being planned uses
 
     @property
@@ -153,10 +161,14 @@ class Batch:
 
     def demand(self) -> int:
         """Number of blocks that the known tokens of all requests still need."""
-        return sum(
-            max(0, self.blocks_for(len(seq.known)) - len(seq.blocks))
-            for seq in chain(self._running, self._waiting)
-        )
+        size = self.block_size
+        needs = [
+            need
+            for seqs in (self._running, self._waiting)
+            for seq in seqs
+            if (need := -(-seq.known // size) - len(seq.blocks)) > 0
+        ]
+        return sum(needs)
 
     def has_room(
         self, known: Tokens, entering: int, promised: int, most_seqs: int | None = None
@@ -166,7 +178,7 @@ class Batch:
         entering: requests whose KV is being loaded; they will take `promised` more blocks.
         most_seqs: the most requests at once; None: max_seqs. The first request is always accepted.
         """
-        before = self.running + self.waiting + entering
+        before = len(self._running) + len(self._waiting) + entering
         if before == 0:
             return True
         if before >= (self.max_seqs if most_seqs is None else most_seqs):
@@ -242,10 +254,11 @@ class Batch:
         assert self._in_flight is None, "one pass at a time"
         preemptions = self.preemptions
         self._spent = 0
-        planned: dict[RequestId, Tokens] = {}
-        decodes = [seq for seq in self._running if len(seq.known) - seq.computed == 1]
-        prompts = [seq for seq in self._running if len(seq.known) - seq.computed > 1]
-        for seq in chain(decodes, prompts):
+        planned: dict[_Seq, Tokens] = {}
+        decodes = [seq for seq in self._running if seq.known - seq.computed == 1]
+        if len(decodes) < len(self._running):
+            decodes += [seq for seq in self._running if seq.known - seq.computed > 1]
+        for seq in decodes:
             if seq.blocks:  # otherwise an earlier request in this loop has preempted it
                 self._schedule(seq, planned)
         # A request preempted in this plan must not return in it: it would take its blocks back.
@@ -255,8 +268,9 @@ class Batch:
             self._running.append(self._waiting.popleft())
         if not planned:
             return None
-        self._in_flight = Pass(tuple(self._chunk(self._by_id[id], n) for id, n in planned.items()))
-        return self._in_flight
+        work = Pass(tuple([self._chunk(seq, count) for seq, count in planned.items()]))
+        self._in_flight = work
+        return work
 
     def apply(self, work: Pass, result: PassResult) -> list[Progress]:
         """Account for a pass that ran; return a Progress per chunk of a request not cancelled."""
@@ -267,8 +281,10 @@ class Batch:
             token = finish = None
             if chunk.sampling is not None:
                 token = result.sampled[seq.id]
-                seq.known.extend((token,))
-                generated = len(seq.known) - seq.prompt_len
+                if seq.tokens is not None:
+                    seq.tokens.append(token)
+                seq.known += 1
+                generated = seq.known - seq.prompt_len
                 finish = finish_of(token, generated, seq.stopping, self._eos)
             progress.append(Progress(seq.id, token, before, seq.computed, finish))
             if finish is not None:
@@ -282,10 +298,12 @@ class Batch:
             self._drop(seq)
         return [seq.id for seq in failed]
 
+    # For simulation: passes whose tokens are counted, not known, and end only by max_tokens.
+
     @property
     def context(self) -> Tokens:
         """Known tokens of all running requests."""
-        return sum(len(seq.known) for seq in self._running)
+        return sum([seq.known for seq in self._running])
 
     def members(self) -> list[RequestId]:
         """The running requests, in order of arrival."""
@@ -303,29 +321,95 @@ class Batch:
             return 0
         if self._waiting and len(running) < self.max_seqs:
             return 0
-        if any(len(seq.known) - seq.computed != 1 for seq in running):
-            return 0
-        left = [seq.stopping.max_tokens - len(seq.known) + seq.prompt_len for seq in running]
-        passes = min(left) - 1
+        passes = running[0].most_known
+        for seq in running:
+            if seq.known - seq.computed != 1:
+                return 0
+            left = seq.most_known - seq.known
+            if left < passes:
+                passes = left
+        passes -= 1
         while passes > 0 and self._new_blocks(passes) > self.pool.free_count:
             passes //= 2
         return max(0, passes)
 
     def skip(self, passes: int) -> None:
-        """Account for this many steady passes; their tokens are counted, not known."""
-        more = Counted(passes)
+        """Account for this many steady passes."""
+        size = self.block_size
         for seq in self._running:
-            taken = self.pool.allocate(self._grown(seq, passes))
-            assert taken is not None
-            seq.blocks.extend(taken)
             seq.computed += passes
-            seq.known.extend(more)
+            seq.known += passes
+            grown = -(-seq.computed // size) - len(seq.blocks)
+            if grown > 0:
+                taken = self.pool.allocate(grown)
+                assert taken is not None
+                seq.blocks += taken
 
-    def _grown(self, seq: _Seq, passes: int) -> int:
-        return max(0, self.blocks_for(seq.computed + passes) - len(seq.blocks))
+    def plan_step(self) -> DecodeStep | None:
+        """The next pass, if each of its requests decodes one token; None: ask `plan`.
+
+        It is the pass that `plan` would return. The caller ends it by `apply_step`.
+        """
+        assert self._in_flight is None, "one pass at a time"
+        running = self._running
+        room = min(self.max_seqs, self.chunk_tokens) - len(running)
+        if room < 0:
+            return None
+        joining = list(islice(self._waiting, room))
+        members = running + joining
+        size = self.block_size
+        need = context = 0
+        for seq in members:
+            if seq.known - seq.computed != 1:
+                return None
+            context += seq.known
+            grown = -(-seq.known // size) - len(seq.blocks)
+            if grown > 0:
+                need += grown
+        if not members or need > self.pool.free_count:
+            return None
+        for seq in members:
+            seq.in_pass = True
+            grown = -(-seq.known // size) - len(seq.blocks)
+            if grown > 0:
+                seq.blocks += self.pool.allocate(grown) or ()
+        for _ in joining:
+            self._waiting.popleft()
+        self._running = members
+        step = DecodeStep(len(members), context, [seq.id for seq in joining])
+        self._in_flight = step
+        return step
+
+    def apply_step(self, step: DecodeStep) -> tuple[list[RequestId], list[Progress]]:
+        """Account for a pass of `plan_step`: the requests that got a token, and the last Progress
+        of each that has ended; both in order of arrival."""
+        assert step is self._in_flight, "not the pass in flight"
+        self._in_flight = None
+        got: list[RequestId] = []
+        ended: list[Progress] = []
+        for seq in self._running[: step.seqs]:
+            seq.in_pass = False
+            if seq.cancelled:
+                self._drop(seq)
+                continue
+            seq.computed += 1
+            seq.known += 1
+            got.append(seq.id)
+            if seq.known >= seq.most_known:
+                computed = seq.computed
+                ended.append(Progress(seq.id, 0, computed - 1, computed, Finish("length")))
+                self._drop(seq)
+        return got, ended
 
     def _new_blocks(self, passes: int) -> int:
-        return sum(self._grown(seq, passes) for seq in self._running)
+        size = self.block_size
+        return sum(
+            [
+                grown
+                for seq in self._running
+                if (grown := -(-(seq.computed + passes) // size) - len(seq.blocks)) > 0
+            ]
+        )
 
     def _land(self, work: Pass) -> list[tuple[_Seq, Chunk]]:
         """End the pass in flight, drop the requests cancelled meanwhile, and return the others."""
@@ -341,22 +425,22 @@ class Batch:
                 wanted.append((seq, chunk))
         return wanted
 
-    def _schedule(self, seq: _Seq, planned: dict[RequestId, Tokens]) -> bool:
+    def _schedule(self, seq: _Seq, planned: dict[_Seq, Tokens]) -> bool:
         """Plan as many tokens of `seq` as the budget allows, if there are blocks for them."""
-        count = min(self.chunk_tokens - self._spent, len(seq.known) - seq.computed)
+        count = min(self.chunk_tokens - self._spent, seq.known - seq.computed)
         if count == 0 or not self._cover(seq, seq.computed + count, planned):
             return False
-        planned[seq.id] = count
+        planned[seq] = count
         self._spent += count
         return True
 
-    def _cover(self, seq: _Seq, tokens: Tokens, planned: dict[RequestId, Tokens]) -> bool:
+    def _cover(self, seq: _Seq, tokens: Tokens, planned: dict[_Seq, Tokens]) -> bool:
         """Give `seq` blocks for its first `tokens` tokens, from newer requests if necessary.
 
         False: even that is not enough now, because holders outside the batch have the rest.
         """
-        need = max(0, self.blocks_for(tokens) - len(seq.blocks))
-        if need == 0:
+        need = -(-tokens // self.block_size) - len(seq.blocks)
+        if need <= 0:
             return True
         while self.pool.free_count < need:
             victim = self._newest_holder_behind(seq)
@@ -375,10 +459,10 @@ class Batch:
                 return other
         return None
 
-    def _preempt(self, seq: _Seq, planned: dict[RequestId, Tokens]) -> None:
+    def _preempt(self, seq: _Seq, planned: dict[_Seq, Tokens]) -> None:
         """Free all blocks of `seq`: it will be computed again from its known tokens."""
         self.preemptions += 1
-        self._spent -= planned.pop(seq.id, 0)
+        self._spent -= planned.pop(seq, 0)
         self.pool.free(seq.blocks)
         seq.blocks.clear()
         seq.computed = 0
@@ -386,15 +470,16 @@ class Batch:
             self._waiting.appendleft(self._running.pop())
 
     def _chunk(self, seq: _Seq, count: Tokens) -> Chunk:
-        end = seq.computed + count
+        start = seq.computed
+        end = start + count
         seq.in_pass = True
-        tokens = seq.known[seq.computed : end]
+        tokens = seq.tokens
         return Chunk(
-            request=seq.id,
-            tokens=tuple(tokens) if isinstance(tokens, list) else tokens,
-            start=seq.computed,
-            blocks=tuple(seq.blocks[: self.blocks_for(end)]),
-            sampling=seq.sampling if end == len(seq.known) else None,
+            seq.id,
+            range(count) if tokens is None else tuple(tokens[start:end]),
+            start,
+            () if tokens is None else tuple(seq.blocks[: self.blocks_for(end)]),
+            seq.sampling if end == seq.known else None,
         )
 
     def _drop(self, seq: _Seq) -> None:

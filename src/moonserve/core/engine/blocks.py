@@ -32,11 +32,16 @@ class BlockPool:
     def allocate(self, count: int) -> tuple[int, ...] | None:
         """Take `count` blocks, each held once; None: fewer are free, and nothing is taken."""
         assert count >= 0, count
-        if count > len(self._free):
+        free = self._free
+        if count > len(free):
             return None
-        taken = tuple(self._free.pop() for _ in range(count))
+        if not count:
+            return ()
+        taken = tuple(free[: -count - 1 : -1])
+        del free[-count:]
+        holders = self._holders
         for block in taken:
-            self._holders[block] = 1
+            holders[block] = 1
         return taken
 
     def hold(self, blocks: Iterable[int]) -> None:
@@ -47,8 +52,11 @@ class BlockPool:
 
     def free(self, blocks: Iterable[int]) -> None:
         """Remove one holder from each block."""
+        holders = self._holders
+        free = self._free
         for block in blocks:
-            assert self._holders[block] > 0, f"block {block} is freed twice"
-            self._holders[block] -= 1
-            if self._holders[block] == 0:
-                self._free.append(block)
+            left = holders[block] - 1
+            assert left >= 0, f"block {block} is freed twice"
+            holders[block] = left
+            if not left:
+                free.append(block)
