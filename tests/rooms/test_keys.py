@@ -180,6 +180,11 @@ def test_keys_change_while_the_gateway_runs(tmp_path: Path) -> None:
             while keys.find("c") is None:
                 await asyncio.sleep(0.05)
         assert source.alarms() == []
+        write(file)
+        async with asyncio.timeout(5):
+            while keys.find("c") is not None:
+                await asyncio.sleep(0.05)
+        assert "no client is served" in source.alarms()[0]
         await source.stop()
 
     asyncio.run(test())

@@ -38,6 +38,19 @@ def test_the_variable_wins(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not token_file().exists()
 
 
+def test_a_short_token_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is used, and its user learns that it may be guessed; the token itself is not shown."""
+    lines: list[str] = []
+    monkeypatch.setenv(TOKEN, "0123456789abcdef")
+    own_token(lines.append)
+    assert lines == []
+    monkeypatch.setenv(TOKEN, "hunter2")
+    assert own_token(lines.append) == "hunter2"
+    [line] = lines
+    assert "only 7 characters" in line
+    assert "hunter2" not in line
+
+
 def test_the_drawn_token_stays_on_this_machine() -> None:
     """Commands send it to loopback only, and draw none; a member of another cluster needs its
     own."""

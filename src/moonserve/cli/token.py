@@ -24,6 +24,8 @@ TOKEN = ENV_PREFIX + "TOKEN"
 """The environment variable with the token."""
 API_KEY = ENV_PREFIX + "API_KEY"
 """The environment variable with an API key, for users who do not have the token."""
+_SHORT = 16
+"""A token with fewer characters may be guessed."""
 
 
 def read_token() -> str:
@@ -70,6 +72,11 @@ def own_token(tell: Callable[[str], None]) -> str:
     cannot be trusted.
     """
     if token := read_token():
+        if len(token) < _SHORT:
+            tell(
+                f"{TOKEN} has only {len(token)} characters and may be guessed; take a random one,"
+                " for example from `openssl rand -hex 32`"
+            )
         return token
     file = token_file()
     try:

@@ -31,6 +31,7 @@ ENTRIES = "keys/"
 """The registry's keys of API keys begin so."""
 _LOOK_S = 1.0
 _ALARM = "not all API keys can be read where they are kept; the log says why"
+_EMPTY = "there is no API key, so no client is served; make one with `moonserve key create`"
 
 
 def read_file(path: Path) -> list[ApiKey]:
@@ -112,7 +113,7 @@ class KeySource(ProcessPart):
 
     def alarms(self) -> list[str]:
         """Return that something is wrong, without names or paths: clients can read it."""
-        return [_ALARM] if self._wrong else []
+        return [_ALARM] * bool(self._wrong) + [_EMPTY] * (not len(self._keys))
 
     async def start(self, port: int) -> None:
         """Follow the source."""
