@@ -69,9 +69,14 @@ def turns(alone: TorchEngine, prompts: dict[str, list[int]]) -> Turns:
     return Turns(first, answer, second, greedy_reference(alone, second, NEW_TOKENS))
 
 
-@pytest.fixture(
-    scope="module", params=["embedded", pytest.param("mooncake", marks=pytest.mark.mooncake)]
+on_both_stores = pytest.mark.parametrize(
+    "up", ["embedded", pytest.param("mooncake", marks=pytest.mark.mooncake)], indirect=True
 )
+"""For tests of what a store keeps."""
+on_one_store = pytest.mark.parametrize("up", ["embedded"], indirect=True)
+
+
+@pytest.fixture(scope="module")
 def up(
     reference: dict[str, list[int]], turns: Turns, request: pytest.FixtureRequest
 ) -> Iterator[Up]:
@@ -119,6 +124,7 @@ def test_prompts_are_what_the_issue_asks_for(prompts: dict[str, list[int]]) -> N
     assert max(map(len, prompts.values())) >= 3_000
 
 
+@on_both_stores
 def test_tokens_equal_one_process_cold_and_warm(
     up: Up, prompts: dict[str, list[int]], reference: dict[str, list[int]]
 ) -> None:
@@ -137,6 +143,7 @@ def test_tokens_equal_one_process_cold_and_warm(
     up.settle()
 
 
+@on_both_stores
 def test_tokens_equal_with_the_prefix_of_another_prefill_worker(
     up: Up, prompts: dict[str, list[int]], reference: dict[str, list[int]]
 ) -> None:
@@ -156,6 +163,7 @@ def test_tokens_equal_with_the_prefix_of_another_prefill_worker(
     up.settle()
 
 
+@on_both_stores
 def test_the_next_turn_reuses_the_answer(up: Up, turns: Turns) -> None:
     """KV that decode made serves the next turn's prefill; the tokens are still one process's."""
     answer = up.post("/v1/completions", completion(turns.first, max_tokens=len(turns.answer)))
@@ -209,6 +217,7 @@ def chat(up: Up, system: str, user: str) -> tuple[float, dict[str, Any]]:
     return ttft_s, usage
 
 
+@on_one_store
 def test_a_shared_system_prompt_is_computed_once(up: Up, tokenizer: Tokenizer) -> None:
     """The second request computes only its new tokens, counted by the engine, not guessed."""
     words = "You answer in the style of a lighthouse keeper who counts every passing ship. "
@@ -248,6 +257,7 @@ def computed_tokens(up: Up) -> int:
     return total
 
 
+@on_one_store
 def test_sixteen_streams_at_once_through_two_and_two(
     up: Up, prompts: dict[str, list[int]], reference: dict[str, list[int]]
 ) -> None:
