@@ -364,7 +364,8 @@ class Conductor:
     def _decide(self, life: Handoff, roles: Roles, now_us: Micros) -> Verdict | None:
         """The best placement on these instances by now; nothing changes."""
         request = life.request
-        if not roles.prefills or not roles.decodes:
+        prefills = roles.prefills.views
+        if not prefills or not roles.decodes.views:
             return None
         ask = Ask(
             length=life.length,
@@ -374,7 +375,7 @@ class Conductor:
             expected_tokens=self._forecast.expected_tokens,
             whole=request.whole,
             rank=self._under_way.rank(request.party),
-            slo=self._objectives.effective(request, roles.prefills, now_us),
+            slo=self._objectives.effective(request, prefills, now_us),
             avoid=life.failed,
             decode_load=self._forecast.load_for(request, life.length, now_us, len(roles.decodes)),
         )
@@ -388,8 +389,8 @@ class Conductor:
     ) -> Roles:
         """All instances for a model, or only these of prefill."""
         view = self.view
-        found = view.prefills(model) if prefills is None else prefills
-        decodes = view.decodes(model)
+        found = view.prefill_role(model) if prefills is None else prefills
+        decodes = view.decode_role(model)
         return Roles(found, decodes, partners, view.racks, view.doubts, self.index.blocks)
 
     def _bound(self, life: Handoff, verdict: Verdict, now_us: Micros) -> None:

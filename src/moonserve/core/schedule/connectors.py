@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from moonserve.core.schedule.estimate import Ask, Estimate
 from moonserve.core.schedule.facts import Connector
-from moonserve.core.schedule.view import InstanceView
+from moonserve.core.schedule.view import Decodes, InstanceView, Prefills
 from moonserve.core.units import Tokens
 
 NOBODY_GIVES = "no prefill instance that hands KV to it is alive"
@@ -23,19 +23,22 @@ def is_external(view: InstanceView) -> bool:
     return view.info.connector != "embedded"
 
 
-def able(
-    ask: Ask, prefills: Sequence[InstanceView], decodes: Sequence[InstanceView]
-) -> list[InstanceView]:
+def able(ask: Ask, prefills: Prefills, decodes: Decodes) -> Prefills | None:
     """The external `prefills` that have a decode instance."""
-    ways = {view.info.connector for view in decodes}
+    ways = decodes.ways
+    if len(ways) > 1 and decodes.taking < len(decodes):
+        ways = dict.fromkeys([view.info.connector for view in decodes.all()])
     if ask.whole:  # KV is handed on to one reader, except by SGLang
-        ways &= {"sglang"}
-    here = {view.info.id for view in decodes}
-    return [
+        ways = {way: None for way in ways if way == "sglang"}
+    none_whole = "none" not in prefills.ways and prefills.views[0].info.role != "decode"
+    if none_whole and all(way in ways for way in prefills.ways):
+        return prefills
+    found = [
         view
-        for view in prefills
-        if (view.info.id in here if _whole(view) else view.info.connector in ways)
+        for view in prefills.all()
+        if (decodes.has(view) if _whole(view) else view.info.connector in ways)
     ]
+    return Prefills(found) if found else None
 
 
 def _whole(view: InstanceView) -> bool:
@@ -51,11 +54,14 @@ def _meets(view: InstanceView) -> bool:
     return view.info.connector == "sglang" and view.info.role == "decode"
 
 
-def mates(prefill: InstanceView, decodes: Sequence[InstanceView]) -> Sequence[InstanceView]:
+def mates(prefill: InstanceView, decodes: Decodes) -> Decodes:
     """The instances that can decode what the external `prefill` has prefilled."""
     if _whole(prefill):
-        return [view for view in decodes if view is prefill]
-    return speaking(prefill.info.connector, decodes)
+        return Decodes([prefill])
+    way = prefill.info.connector
+    if len(decodes.ways) == 1 and way in decodes.ways:
+        return decodes
+    return Decodes(speaking(way, decodes.all()))
 
 
 def speaking(way: Connector, views: Sequence[InstanceView]) -> Sequence[InstanceView]:

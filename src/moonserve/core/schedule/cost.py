@@ -203,18 +203,9 @@ class Cost:
 
     def prefill_us(self, length: Tokens, cached: Tokens, chunk: Tokens) -> Micros:
         """Compute time of a prompt of `length`, `cached` of it loaded, in passes of `chunk`."""
-        new = length - cached
-        if new <= 0:
+        if length <= cached:
             return 0
-        base, per_new, per_square, per_past, _, _, _ = self.pass_us
-        if new <= chunk:
-            passes = 1
-            past = cached
-        else:
-            passes = -(-new // chunk)
-            past = passes * cached + chunk * (passes * (passes - 1) // 2)
-        square = length * length - cached * cached
-        return round(base * passes + per_new * new + per_square * square + per_past * past)
+        return priced_us(self.pass_us, prefill_features(length, cached, chunk))
 
     def decode_step_us(self, seqs: int, context: Tokens) -> Micros:
         """One token for each of `seqs` requests whose context lengths sum to `context`."""
@@ -228,7 +219,7 @@ class Cost:
 
     def transfer_us(self, size: Bytes) -> Micros:
         """Loading `size` bytes of KV from another segment; nothing for nothing."""
-        return round(self.load_us[0] + self.load_us[1] * size) if size else 0
+        return loaded_us(self.load_us, size)
 
     def observe(self, passes: Sequence[PassSample], transfers: Sequence[TransferSample]) -> None:
         """Learn from measured passes and loads."""
@@ -283,6 +274,29 @@ class Cost:
         self.step_us = self.pass_us[4:]
         self.load_us = self._transfer.coefficients()
         """Microseconds per (load, byte)."""
+
+
+def prefill_features(length: Tokens, cached: Tokens, chunk: Tokens) -> tuple[int, int, int, int]:
+    """Passes, new tokens, their squares and what lies before them, of a prompt of `length` that
+    has `cached` of its tokens, in passes of `chunk`."""
+    new = length - cached
+    if new <= chunk:
+        return 1, new, length * length - cached * cached, cached
+    passes = -(-new // chunk)
+    past = passes * cached + chunk * (passes * (passes - 1) // 2)
+    return passes, new, length * length - cached * cached, past
+
+
+def priced_us(pass_us: Sequence[float], features: tuple[int, int, int, int]) -> Micros:
+    """The time of a prefill with these features; pass_us: see Cost. No coefficient that is lower,
+    and no feature, makes it higher."""
+    passes, new, square, past = features
+    return round(pass_us[0] * passes + pass_us[1] * new + pass_us[2] * square + pass_us[3] * past)
+
+
+def loaded_us(load_us: Sequence[float], size: Bytes) -> Micros:
+    """The time of a load of `size` bytes; nothing for nothing. load_us: see Cost."""
+    return round(load_us[0] + load_us[1] * size) if size else 0
 
 
 def pass_sample(work: Pass, elapsed_us: Micros) -> PassSample:

@@ -5,7 +5,8 @@ and nothing is changed. The new state of the policy is part of the answer. The C
 reserving what was decided is the Conductor's task, so that a decision without that is a dry run.
 
     candidates   hard constraints: a free place, KV memory, a connector in common
-    prefill      every candidate's terms (core.schedule.estimate), weighed by the policy
+    prefill      the terms (core.schedule.estimate) of each candidate that can still win
+                 (core.schedule.search), weighed by the policy
     group        instances that share a prompt too long for one (core.schedule.groups)
     decode       the lowest time between tokens that breaks no objective
     verdict      the decision in plain data, and which objectives it is predicted to miss
@@ -18,7 +19,7 @@ from collections.abc import Sequence
 import msgspec
 
 from moonserve.core.request import Slo
-from moonserve.core.schedule import connectors
+from moonserve.core.schedule import connectors, search
 from moonserve.core.schedule.actions import Candidate, Decision
 from moonserve.core.schedule.estimate import (
     Ask,
@@ -36,7 +37,7 @@ from moonserve.core.schedule.pipeline import Group, Work
 from moonserve.core.schedule.policies import Policy, policy_of
 from moonserve.core.schedule.policy_state import PolicyState
 from moonserve.core.schedule.tuning import Tuning
-from moonserve.core.schedule.view import InstanceView, preferred
+from moonserve.core.schedule.view import Decodes, InstanceView, Prefills, preferred
 from moonserve.core.schedule.waiting import PATIENCE_US
 from moonserve.core.units import Micros
 
@@ -56,7 +57,7 @@ class Verdict(msgspec.Struct, frozen=True):
 
     decision: Decision
     candidates: Sequence[Candidate]
-    """The chosen one, then the best of those it won against, KEPT in all."""
+    """The chosen one, then the best of those it won against that were priced, KEPT at most."""
     slo: Slo
     """The objectives that the request was held to."""
     misses_ttft: bool
@@ -74,8 +75,8 @@ class Verdict(msgspec.Struct, frozen=True):
 class _Field(msgspec.Struct):
     """The candidates of both roles."""
 
-    prefills: Sequence[InstanceView]
-    decodes: Sequence[InstanceView]
+    prefills: Prefills
+    decodes: Decodes
     estimate: Estimate
     held: Held
     """How full their stores are."""
@@ -124,7 +125,7 @@ def decide(
         state = state.redrawable()
     prefill = _choose_prefill(field, policy, state, now_us)
     if tuning.cpp > 1:
-        partners = roles.partners or field.prefills
+        partners = roles.partners or field.prefills.all()
         _share(prefill, ask, preferred(partners, ask.avoid), partners, tuning)
     decode = _choose_decode(ask, field, prefill, policy, tuning, now_us)
     return _verdict(ask, field, prefill, decode, policy, state.advanced(), tuning)
@@ -133,64 +134,60 @@ def decide(
 def _candidates(ask: Ask, roles: Roles, policy: Policy, tuning: Tuning) -> _Field | None:
     """The instances that can take the request. Those that failed this request: only if no other is
     left."""
-    need = ask.length
-    prefills = [v for v in roles.prefills if v.takes_prefill and v.kv_tokens >= need]
-    decodes = [v for v in roles.decodes if v.takes_decode and v.kv_tokens >= need]
-    if ask.rank and not prefills:
-        prefills = [v for v in roles.prefills if v.spares_prefill(ask.rank, need)]
-    if ask.rank and not decodes:
-        decodes = [v for v in roles.decodes if v.spares_decode(ask.rank, need)]
-    if not prefills or not decodes:
+    prefills = roles.prefills.able(ask.length, ask.rank)
+    decodes = roles.decodes.able(ask.length, ask.rank)
+    if prefills is None or decodes is None:
         return None
-    block_size = prefills[0].info.namespace.block_size
+    block_size = prefills.views[0].info.namespace.block_size
     estimate = Estimate(ask, roles, block_size, policy.fetch, tuning)
-    if not connectors.is_external(decodes[0]):
-        able = preferred(prefills, ask.avoid)
-        return _Field(able, decodes, estimate, roles.held, external=False)
-    lone = connectors.alone(ask, estimate, preferred(decodes, ask.avoid), tuning.alone_tokens)
-    prefills = lone or connectors.able(ask, prefills, decodes)
-    if not prefills:
-        return None
-    able = preferred(prefills, ask.avoid)
-    return _Field(able, decodes, estimate, roles.held, external=True, alone=bool(lone))
+    external = connectors.is_external(decodes.views[0])
+    lone: Sequence[InstanceView] = ()
+    if external:
+        lone = connectors.alone(
+            ask, estimate, preferred(decodes.all(), ask.avoid), tuning.alone_tokens
+        )
+        found = Prefills(lone) if lone else connectors.able(ask, prefills, decodes)
+        if found is None:
+            return None
+        prefills = found
+    if ask.avoid:
+        prefills = Prefills(preferred(prefills.all(), ask.avoid))
+    return _Field(prefills, decodes, estimate, roles.held, external, alone=bool(lone))
 
 
 def _choose_prefill(field: _Field, policy: Policy, state: PolicyState, now_us: Micros) -> _Prefill:
-    """The candidate with the lowest score; see `_best` for ties."""
-    views = field.prefills
+    """The candidate with the lowest score; see `_best` and `_sparing` for ties."""
+    estimate = field.estimate
+    prefills = field.prefills
     if policy.prunes:
-        views = _likely(field.estimate, views, now_us)
-    options = field.estimate.options(views, now_us)
+        views = search.likely(estimate, prefills, KEPT, now_us)
+    else:
+        views = prefills.all()
+    options = estimate.options(views, now_us)
     scores = policy.score(options, state)
-    row = _best(options, scores, policy, field.held)
+    row = _best(options, scores, policy, estimate.cut(), field.held)
+    if policy.times and prefills.bounded:
+        needs = _needs(options, row, policy, field.held)
+        if needs:
+            others = [prefills.views[at] for at in prefills.first(search.LOOKED)]
+            if len(views) < prefills.taking:
+                best = views[row]
+                views = sorted({*views, *others}, key=prefills.rows.__getitem__)
+                options = estimate.options(views, now_us)
+                scores = policy.score(options, state)
+                row = views.index(best)
+            row = _sparing(options, scores, policy, row, others, needs, field.held)
     ttft_us = options.transfer_us[row] + options.queue_us[row] + options.compute_us[row]
     return _Prefill(options, scores, row, views[row], ttft_us)
 
 
-def _likely(
-    estimate: Estimate, views: Sequence[InstanceView], now_us: Micros
-) -> Sequence[InstanceView]:
-    """The instances that may be among the KEPT with the lowest TTFT; no other can be.
-
-    An instance's TTFT is at least (the rest of its queue) + (the smallest transfer + compute of any
-    kind). An instance for which this exceeds the TTFT of KEPT others is left out.
-    """
-    if len(views) <= 2 * KEPT:
-        return views
-    last_us = sorted([view.idle_us for view in views])[KEPT - 1]
-    soonest = estimate.options([view for view in views if view.idle_us <= last_us][:KEPT], now_us)
-    least_us = estimate.least_us(dict.fromkeys([view.kind for view in views]))
-    limit_us = now_us + sorted(soonest.ttft_us())[KEPT - 1] - least_us
-    return [view for view in views if view.idle_us <= limit_us]
-
-
-def _best(options: Options, scores: Sequence[float], policy: Policy, held: Held) -> int:
+def _best(options: Options, scores: Sequence[float], policy: Policy, cut: int, held: Held) -> int:
     """The row with the lowest score. Ties go to what costs later requests least.
 
-    Predicted times tie if they differ by no more than the prediction of this prefill may err, so
-    that an instance whose fit is a little lower does not draw all requests. If the best must evict,
-    an instance whose store has room ties too, if it is later by no more than SPARED of the time in
-    which the evicted blocks would be computed again. Of equal rows:
+    If scores are predicted times, a row ties with the lowest if it differs by no more than the
+    prediction of its own prefill may err, so that an instance whose fit is a little lower does not
+    draw all requests. Of many ties, those with a longer run of the prompt than `cut` and the first
+    LOOKED others by InstanceView.order are compared. Of these:
 
     1. The fewest decodes: queues of prefill say nothing of decode, and of instances that do both
        the first would get all requests.
@@ -198,40 +195,80 @@ def _best(options: Options, scores: Sequence[float], policy: Policy, held: Held)
     3. The longest prefix of its own: the fewest blocks are stored a second time.
     4. The instance that was not used for the longest time, then the first id.
     """
-    best = limit = min(scores)
-    first = scores.index(best)
-    view = options.views[first]
-    if policy.times and view.cost.error:
-        limit += view.cost.error * (options.transfer_us[first] + options.compute_us[first])
-    rows = [row for row, score in enumerate(scores) if score <= limit]
-    if len(rows) == 1 and not view.store_blocks:
-        return first
+    best = min(scores)
+    if policy.times:
+        columns = zip(scores, options.views, options.transfer_us, options.compute_us, strict=True)
+        ties = [
+            row
+            for row, (score, view, transfer_us, compute_us) in enumerate(columns)
+            if score - best <= view.cost.error * (transfer_us + compute_us)
+        ]
+    else:
+        ties = [row for row, score in enumerate(scores) if score == best]
+    if len(ties) == 1:
+        return ties[0]
+    views = options.views
+    local = options.local
+    if len(ties) > search.LOOKED:
+        others = sorted(
+            [row for row in ties if local[row] <= cut], key=lambda row: (views[row].order, row)
+        )
+        ties = sorted([*[row for row in ties if local[row] > cut], *others[: search.LOOKED]])
+    keys = [
+        (options.decodes[row], _needs(options, row, policy, held), -local[row], views[row].used)
+        for row in ties
+    ]
+    return ties[keys.index(min(keys))]
+
+
+def _needs(options: Options, row: int, policy: Policy, held: Held) -> int:
+    """How many blocks the store of this row must evict for the prompt."""
+    view = options.views[row]
+    if not view.store_blocks:
+        return 0
+    there = options.local if policy.copies else options.reused
+    return evicted(view, options.ask.length // options.block_size - there[row], held)
+
+
+def _sparing(
+    options: Options,
+    scores: Sequence[float],
+    policy: Policy,
+    best: int,
+    others: Sequence[InstanceView],
+    needs: int,
+    held: Held,
+) -> int:
+    """The row that is taken where the store of the `best` row must evict so many blocks.
+
+    One of the `others` whose store has room, which starts from no more blocks, may be later than
+    the lowest score by SPARED of the time in which the evicted blocks would be computed again.
+    Then rows are compared as ties are. others: the first LOOKED candidates by InstanceView.order.
+    """
     views = options.views
     blocks = options.ask.length // options.block_size
+    again_us = needs * options.compute_us[best] / max(1, blocks - options.reused[best])
+    limit = min(scores) + SPARED * again_us
     there = options.local if policy.copies else options.reused
-
-    def needs(row: int) -> int:
-        return evicted(views[row], blocks - there[row], held)
-
-    if policy.times and (count := needs(first)):
-        again_us = count * options.compute_us[first] / max(1, blocks - options.reused[first])
-        spared = best + SPARED * again_us
-        rows += [
-            row
-            for row, score in enumerate(scores)
-            if limit < score <= spared and there[row] <= there[first] and not needs(row)
-        ]
-    if len(rows) == 1:
-        return first
+    rows = [
+        row
+        for row, view in enumerate(views)
+        if scores[row] <= limit
+        and there[row] <= there[best]
+        and view in others
+        and not _needs(options, row, policy, held)
+    ]
     local = options.local
-    if view.store_blocks or any(local[row] for row in rows):
-        decodes = options.decodes
-        return min(
-            rows,
-            key=lambda row: (decodes[row], needs(row), -local[row], views[row].used, row),
-        )
-    orders = [views[row].order for row in rows]
-    return rows[orders.index(min(orders))]
+    return min(
+        [best, *rows],
+        key=lambda row: (
+            options.decodes[row],
+            needs if row == best else 0,
+            -local[row],
+            views[row].used,
+            row,
+        ),
+    )
 
 
 def _share(
@@ -281,8 +318,9 @@ def _choose_decode(
     near = prefill.last
     decodes = field.decodes
     if field.external:
-        decodes = [near] if field.alone else connectors.mates(near, decodes)
-    decodes = preferred(decodes, ask.avoid)
+        decodes = Decodes([near]) if field.alone else connectors.mates(near, decodes)
+    if ask.avoid:
+        decodes = Decodes(preferred(decodes.all(), ask.avoid))
     slo = ask.slo.slo
     context = ask.length + ask.expected_tokens
     goal_us = slo.tbt_us
@@ -344,7 +382,7 @@ def _verdict(
         predicted_tbt_us=decode.likely_us,
         pool_tokens=ask.match.pool * options.block_size,
         chosen=candidates.chosen,
-        considered=len(field.prefills),
+        considered=field.prefills.taking,
         stages=() if prefill.group is None else prefill.group.stages,
         alone=why_alone,
         tightened=ask.slo.why,
@@ -355,7 +393,7 @@ def _verdict(
     breaks = strictest_us is not None and decode.most_us > strictest_us
     return Verdict(
         decision,
-        candidates if len(options.views) <= 2 * KEPT else tuple(candidates),
+        candidates if len(options.views) <= 4 * KEPT else tuple(candidates),
         ask.slo.slo,
         misses_ttft=_misses_ttft(ask, prefill),
         misses_tbt=not decode.meets,

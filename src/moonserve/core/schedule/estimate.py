@@ -12,6 +12,7 @@ the balancing condition backwards, this follows the algorithm.
 
 from __future__ import annotations
 
+from bisect import insort
 from collections.abc import Callable, Collection, Mapping, Sequence
 from operator import attrgetter
 from typing import Literal, Protocol, TypeAlias, overload
@@ -21,8 +22,10 @@ import msgspec
 from moonserve.core.kv.index import Match
 from moonserve.core.request import EffectiveSlo
 from moonserve.core.schedule.actions import Candidate
+from moonserve.core.schedule.cost import loaded_us, prefill_features, priced_us
+from moonserve.core.schedule.ranking import number_of, row_of
 from moonserve.core.schedule.tuning import Tuning
-from moonserve.core.schedule.view import InstanceView, Kind, tbts_us
+from moonserve.core.schedule.view import Decodes, Floor, InstanceView, Kind, Prefills
 from moonserve.core.units import InstanceId, Micros, SegmentId, Tokens
 
 Fetch: TypeAlias = Literal["never", "threshold", "cheaper"]
@@ -30,8 +33,8 @@ Fetch: TypeAlias = Literal["never", "threshold", "cheaper"]
 exceeds its own prefix by the balancing threshold (Algorithm 1); cheaper: if that is predicted to be
 faster."""
 
-_MANY = 32
-"""Kinds of instances, times prefixes, of which all are not worth looking at."""
+HOLDERS = 24
+"""The holders of the longest runs that a decision looks at one by one."""
 Held: TypeAlias = Callable[[SegmentId], int]
 """How many blocks a segment holds."""
 
@@ -76,19 +79,31 @@ class Ask(msgspec.Struct, frozen=True):
     """Forecast of decode load. None: the promised decodes suffice."""
 
 
-class Roles(msgspec.Struct, frozen=True):
+class Roles:
     """The instances that a decision may choose from."""
 
-    prefills: Sequence[InstanceView]
-    decodes: Sequence[InstanceView]
-    partners: Sequence[InstanceView] | None = None
-    """Instances that may share a prefill with the chosen one; None: those of `prefills`."""
-    racks: Mapping[SegmentId, str] = {}
-    """Rack of each segment whose instance reported one."""
-    doubts: Mapping[SegmentId, float] = {}
-    """Segments whose claims are not believed, and the share of them that counts all the same."""
-    held: Held = _nothing
-    """How full the stores are: ties go to an instance that need not evict."""
+    __slots__ = ("decodes", "doubts", "held", "partners", "prefills", "racks")
+
+    def __init__(
+        self,
+        prefills: Prefills | Sequence[InstanceView],
+        decodes: Decodes | Sequence[InstanceView],
+        partners: Sequence[InstanceView] | None = None,
+        racks: Mapping[SegmentId, str] | None = None,
+        doubts: Mapping[SegmentId, float] | None = None,
+        held: Held = _nothing,
+    ) -> None:
+        self.prefills = prefills if isinstance(prefills, Prefills) else Prefills(prefills, True)
+        self.decodes = decodes if isinstance(decodes, Decodes) else Decodes(decodes, True)
+        self.partners = partners
+        """Instances that may share a prefill with the chosen one; None: those of `prefills`."""
+        self.racks = racks or {}
+        """Rack of each segment whose instance reported one."""
+        self.doubts = doubts or {}
+        """Segments whose claims are not believed, and the share of them that counts all the
+        same."""
+        self.held = held
+        """How full the stores are: ties go to an instance that need not evict."""
 
 
 class Options:
@@ -209,6 +224,7 @@ class Estimate:
         self, ask: Ask, roles: Roles, block_size: Tokens, fetch: Fetch, tuning: Tuning
     ) -> None:
         self._ask = ask
+        self._length = ask.length
         self._block_size = block_size
         self._fetch = fetch
         self._threshold = tuning.kvcache_balancing_threshold
@@ -228,6 +244,7 @@ class Estimate:
         longest = source(ask.match, None) if roles.racks else None
         self._home = roles.racks.get(longest, "") if longest is not None else ""
         self._known: dict[tuple[int, Kind], tuple[int, Micros, Micros]] = {}
+        self._work: dict[tuple[int, Tokens], tuple[int, int, int, int]] = {}
 
     def options(self, views: Sequence[InstanceView], now_us: Micros) -> Options:
         """The terms of these instances."""
@@ -244,20 +261,66 @@ class Estimate:
 
     def own_tokens(self, view: InstanceView) -> Tokens:
         """The prefix of it that the instance has itself, or will have."""
-        return min(self._own.get(view.segment, 0), self._usable) * self._block_size
+        return self.own_blocks(view) * self._block_size
 
-    def least_us(self, kinds: Collection[Kind]) -> Micros:
-        """What transfer and compute take at least on instances of these kinds; 0 where many."""
-        runs = dict.fromkeys((0, *self._own.values()))
-        if len(runs) * len(kinds) > _MANY:
+    def own_blocks(self, view: InstanceView) -> int:
+        """The same in blocks."""
+        return min(self._own.get(view.segment, 0), self._usable)
+
+    def cut(self) -> int:
+        """The longest run of those that are not among the HOLDERS holders of longer ones."""
+        if len(self._own) <= HOLDERS:
             return 0
-        terms = [self._terms(min(run, self._usable), kind) for run in runs for kind in kinds]
-        return min(transfer_us + compute_us for _, transfer_us, compute_us in terms)
+        return min(self._usable, sorted(self._own.values(), reverse=True)[HOLDERS])
+
+    def holders(self, cut: int) -> list[SegmentId]:
+        """The segments with a longer run than `cut`."""
+        usable = self._usable
+        return [it for it, blocks in self._own.items() if min(blocks, usable) > cut]
+
+    def work_us(self, view: InstanceView) -> Micros:
+        """What transfer and compute take there."""
+        own = self._own.get(view.segment, 0)
+        pair = (own if own < self._usable else self._usable, view.kind)
+        _, transfer_us, compute_us = self._known.get(pair) or self._terms(*pair)
+        return transfer_us + compute_us
+
+    def least_us(self, floors: Collection[Floor], most: int) -> Micros:
+        """What transfer and compute take at least where no more than `most` blocks are held.
+
+        Every step of `_terms` grows with its coefficients, so that of the lowest ones is least.
+        """
+        return min([self._least_us(floor, most) for floor in floors])
+
+    def _least_us(self, floor: Floor, most: int) -> Micros:
+        best = self._best
+        alone_us = priced_us(floor.pass_us, self._least_features(most, floor.chunk_tokens))
+        if best <= most or not floor.fetches or self._fetch == "never":
+            return alone_us
+        load_us = loaded_us(floor.load_us, (best - most) * floor.block_bytes)
+        if self._home and floor.rack not in ("", self._home):
+            load_us = round(self._cross_rack * load_us)
+        rest_us = priced_us(floor.pass_us, self._features(best, floor.chunk_tokens))
+        if self._fetch == "threshold" and best > most * self._threshold:
+            return load_us + rest_us
+        return min(alone_us, load_us + rest_us)
+
+    def _features(self, blocks: int, chunk: Tokens) -> tuple[int, int, int, int]:
+        """The features of a prefill that starts from so many blocks."""
+        pair = blocks, chunk
+        found = self._work.get(pair)
+        if found is None:
+            cached = blocks * self._block_size
+            found = self._work[pair] = prefill_features(self._length, cached, chunk)
+        return found
+
+    def _least_features(self, most: int, chunk: Tokens) -> tuple[int, int, int, int]:
+        """No feature is lower for a prefill that starts from `most` blocks or fewer."""
+        passes, new, square, past = self._features(most, chunk)
+        return passes, new, square, past - passes * most * self._block_size
 
     def _terms(self, local: int, kind: Kind) -> tuple[int, Micros, Micros]:
         """Blocks to start from, time to load those it lacks, time to compute the rest."""
-        length = self._ask.length
-        size = self._block_size
         best = self._best
         fetch = self._fetch
         cost = kind.cost
@@ -268,12 +331,12 @@ class Estimate:
             fetch == "cheaper" or (fetch == "threshold" and best > local * self._threshold)
         ):
             crosses = self._home and kind.rack not in ("", self._home)
-            load_us = cost.transfer_us((best - local) * kind.block_bytes)
+            load_us = loaded_us(cost.load_us, (best - local) * kind.block_bytes)
             reused = best
             transfer_us = round(self._cross_rack * load_us) if crosses else load_us
-        compute_us = cost.prefill_us(length, reused * size, chunk)
+        compute_us = priced_us(cost.pass_us, self._features(reused, chunk))
         if fetch == "cheaper" and reused > local:
-            alone_us = cost.prefill_us(length, local * size, chunk)
+            alone_us = priced_us(cost.pass_us, self._features(local, chunk))
             if transfer_us + compute_us >= alone_us:
                 reused = local
                 transfer_us = 0
@@ -292,6 +355,8 @@ def source(match: Match, own: SegmentId | None) -> SegmentId | None:
 
 
 _ORDER = attrgetter("order")
+_ANY: Tokens = -(1 << 60)
+"""Less than any room."""
 _TRIED = 4
 """Decode instances, those with the fewest promises, whose load over time is looked at."""
 _NEAR = 1.02
@@ -308,7 +373,7 @@ class DecodeLoad(Protocol):
 
 def choose_decode(
     context: Tokens,
-    views: Sequence[InstanceView],
+    among: Decodes | Sequence[InstanceView],
     goal_us: Micros | None = None,
     near: InstanceView | None = None,
     leaves: bool = False,
@@ -327,32 +392,97 @@ def choose_decode(
        time, then the first; `near` counts as the first. TBTs that differ by no more than a fitted
        prediction errs are a tie too.
     """
-    home = near if near is not None and near in views else None
-    if home is not None and (home.has_slot(context) or not any(v.has_slot(context) for v in views)):
+    decodes = among if isinstance(among, Decodes) else Decodes(among)
+    home = near if near is not None and decodes.has(near) else None
+    if home is not None and (
+        home.has_slot(context) or not any(view.has_slot(context) for view in decodes.all())
+    ):
         meets_here = meets_goals(home, home.tbt_us(context), goal_us)
         if meets_here or not leaves:
             return home, meets_here
-        views = [home, *views]
-    free = [view for view in views if view.room_tokens >= context] or views
-    tbts = tbts_us(free, context)
-    tbt_us, best = _lowest(tbts, free)
+    tbt_us, best = _lowest(decodes, context, home)
     meets = meets_goals(best, tbt_us, goal_us)
     rack = near.info.rack if near is not None else ""
-    if not meets or (rack and best.info.rack != rack):  # then all must be looked at
-        rows = list(zip(tbts, free, strict=True))
-        met = [(us, view) for us, view in rows if meets_goals(view, us, goal_us)]
-        meets = bool(met)
-        rows = met or rows
-        tbt_us, best = _lowest([us for us, _ in rows], [view for _, view in rows])
-        same = [view for us, view in rows if view.info.rack == rack and us <= tbt_us * _NEAR]
-        if rack and best.info.rack != rack and same:
-            best = min(same, key=_ORDER)
-    return best, meets
+    if meets and (not rack or best.info.rack == rack):
+        return best, True
+    rows = [(view.tbt_us(context), view) for view in _roomy(decodes, context)]  # all of them
+    met = [(us, view) for us, view in rows if meets_goals(view, us, goal_us)]
+    rows = met or rows
+    tbt_us, best = _lowest(Decodes([view for _, view in rows]), context, home)
+    same = [view for us, view in rows if view.info.rack == rack and us <= tbt_us * _NEAR]
+    if rack and best.info.rack != rack and same:
+        best = min(same, key=_ORDER)
+    return best, bool(met)
+
+
+def _roomy(decodes: Decodes, context: Tokens) -> Sequence[InstanceView]:
+    """Those with room for this context, or all, if none has."""
+    views = decodes.all()
+    return [view for view in views if view.room_tokens >= context] or views
+
+
+def _lowest(
+    decodes: Decodes, context: Tokens, home: InstanceView | None
+) -> tuple[Micros, InstanceView]:
+    """The lowest predicted TBT of those with room, or one as low as predictions can tell, and its
+    instance: the first by `order`; of equal ones `home`.
+
+    The first one of all is it, if its TBT is surely low enough. Else those are looked at whose load
+    allows for the lowest.
+    """
+    room = context
+    first = _first(decodes, context, room, None, home)
+    if first is None:
+        room = _ANY
+        first = _first(decodes, context, room, None, home)
+    assert first is not None
+    tbt_us = first.tbt_us(context)
+    loads = decodes.load.entries
+    if tbt_us <= decodes.least_us(loads[0], context) * (1 + decodes.least_error):
+        return tbt_us, first
+    lowest = first
+    rows = decodes.rows
+    for entry in loads:
+        if decodes.least_us(entry, context) > tbt_us:
+            break
+        row = row_of(entry)
+        view = decodes.views[row]
+        if view.room_tokens < room or not decodes.takes(row):
+            continue
+        us = view.tbt_us(context)
+        before = view is home or (lowest is not home and row < rows[lowest])
+        if us < tbt_us or (us == tbt_us and before):
+            tbt_us = us
+            lowest = view
+    best = _first(decodes, context, room, tbt_us * (1 + lowest.cost.error), home)
+    assert best is not None
+    return best.tbt_us(context), best
+
+
+def _first(
+    decodes: Decodes,
+    context: Tokens,
+    room: Tokens,
+    limit_us: float | None,
+    home: InstanceView | None,
+) -> InstanceView | None:
+    """The first by `order` with this much room and a TBT within the limit; of equal ones `home`."""
+    best: InstanceView | None = None
+    for entry in decodes.order.entries:
+        if best is not None and (home is None or number_of(entry) != best.order):
+            break
+        row = row_of(entry)
+        view = decodes.views[row]
+        if view.room_tokens < room or not decodes.takes(row):
+            continue
+        if limit_us is None or view.tbt_us(context) <= limit_us:
+            best = view if best is None or view is home else best
+    return best
 
 
 def roomy_decode(
     first: InstanceView,
-    views: Sequence[InstanceView],
+    decodes: Decodes,
     context: Tokens,
     goal_us: Micros | None,
     load: DecodeLoad,
@@ -369,13 +499,25 @@ def roomy_decode(
     found = load.tbt_us(first, ends_us)
     if meets_goals(first, found[1], goal_us):
         return first, *found
-    free = [v for v in views if v.room_tokens >= context and v is not first]
-    order = sorted(zip(tbts_us(free, context), range(len(free)), strict=True))
-    for _, at in order[: _TRIED - 1]:
-        other = load.tbt_us(free[at], ends_us)
-        if meets_goals(free[at], other[1], goal_us):
-            return free[at], *other
+    for view in _least_loaded(decodes, context, first):
+        other = load.tbt_us(view, ends_us)
+        if meets_goals(view, other[1], goal_us):
+            return view, *other
     return first, *found
+
+
+def _least_loaded(decodes: Decodes, context: Tokens, but: InstanceView) -> Sequence[InstanceView]:
+    """Three with room and the lowest TBTs, beside one; of equal ones the first."""
+    found: list[tuple[Micros, int]] = []
+    for entry in decodes.load.entries:
+        if len(found) == _TRIED - 1 and decodes.least_us(entry, context) > found[-1][0]:
+            break
+        row = row_of(entry)
+        view = decodes.views[row]
+        if view is not but and view.room_tokens >= context and decodes.takes(row):
+            insort(found, (view.tbt_us(context), row))
+            del found[_TRIED - 1 :]
+    return [decodes.views[row] for _, row in found]
 
 
 def meets_goals(view: InstanceView, tbt_us: Micros, goal_us: Micros | None) -> bool:
@@ -384,15 +526,3 @@ def meets_goals(view: InstanceView, tbt_us: Micros, goal_us: Micros | None) -> b
     return (goal_us is None or tbt_us <= goal_us) and (
         strictest_us is None or tbt_us <= strictest_us
     )
-
-
-def _lowest(tbts: Sequence[Micros], views: Sequence[InstanceView]) -> tuple[Micros, InstanceView]:
-    """The lowest predicted TBT, or one as low as predictions can tell, and its instance."""
-    lowest_us = min(tbts)
-    error = views[tbts.index(lowest_us)].cost.error
-    if not error:
-        near = [view for view, us in zip(views, tbts, strict=True) if us == lowest_us]
-        return lowest_us, min(near, key=_ORDER)
-    limit_us = lowest_us * (1 + error)
-    best = min([v for v, us in zip(views, tbts, strict=True) if us <= limit_us], key=_ORDER)
-    return tbts[views.index(best)], best

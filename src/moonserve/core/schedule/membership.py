@@ -67,6 +67,7 @@ class Membership:
                 del self._strangers[name]
             elif other is not view and _are_alike(other.info, view.info):
                 other.cost.borrow(view.cost)
+                self._view.cost_changed(other.cost)
 
     def of_now(self, fact: Beat | Left) -> bool:
         """Whether the fact is of the current start of its instance."""

@@ -1,8 +1,10 @@
 """What the Conductor believes about each instance, and what it has promised there.
 
 Beliefs come from joins and heartbeats; promises are the Conductor's own ledger, exact at decision
-time, where reports lag. Only the Conductor changes a view; placement reads it. Every read is O(1):
-a decision looks at every instance.
+time, where reports lag. Only the Conductor changes a view; placement reads it. Every read is O(1).
+
+A fleet may have thousands of instances. So the instances of each role are also kept in the orders
+in which decisions look for them (Prefills, Decodes).
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from moonserve.core.schedule.external_load import (
 from moonserve.core.schedule.facts import SELF_HELP, InstanceInfo, InstanceLoad, Promises
 from moonserve.core.schedule.forecast import Residencies
 from moonserve.core.schedule.observed import Trust
+from moonserve.core.schedule.ranking import Ranking, number_of, row_of
 from moonserve.core.schedule.residency import Residency
 from moonserve.core.shares import extended
 from moonserve.core.units import InstanceId, Micros, RequestId, SegmentId, Tokens
@@ -31,6 +34,12 @@ NO_SEGMENT = SegmentId("")
 """Stands for the segment of an instance that has none; it holds nothing."""
 _USUAL: Tokens = 1_024
 """A prompt, before any was promised."""
+_FEW = 8
+"""Changes that are brought up to date one by one, however small the role."""
+_OFTEN = 64
+"""Changes, beside one for each instance, after which the lowest costs are found anew."""
+_FINE = 1_024.0
+"""A power of two: parts of a microsecond by which loads are told apart."""
 
 
 class Kind:
@@ -138,6 +147,8 @@ class InstanceView:
         self.order = 0
         """Of equal instances the lowest is next: the fewest decodes, then the least lately used."""
         self._strictest_us: Micros | None = None
+        self.stale_in: list[dict[InstanceView, None]] = []
+        """Where it notes that a number changed by which it stands in an order; see Role."""
         self._count_decodes()
 
     def check(self) -> None:
@@ -243,6 +254,12 @@ class InstanceView:
         """It was chosen: of equal instances, others are next."""
         self.used = next(self.turns)
         self.order = (self.decodes << 64) + self.used
+        self.changed()
+
+    def changed(self) -> None:
+        """A number changed by which it stands in an order."""
+        for stale in self.stale_in:
+            stale[self] = None
 
     def end_prefill(self, request: RequestId, now_us: Micros) -> None:
         """The promise is over, kept or not; unknown requests are no error."""
@@ -270,6 +287,7 @@ class InstanceView:
     def _count_prefills(self) -> None:
         self.prefills = len(self._queue)
         self.takes_prefill = self.prefills + self._peers.promised.waiting < self.info.max_requests
+        self.changed()
 
     def queue_us(self, now_us: Micros) -> Micros:
         """Prefill work promised and not yet done: T_queue of Algorithm 1.
@@ -279,6 +297,11 @@ class InstanceView:
         left_us = self.idle_us - now_us
         ours_us = left_us if left_us > self.behind_us else self.behind_us
         return ours_us + max(0, self.external_until_us - now_us)
+
+    @property
+    def ready_us(self) -> Micros:
+        """It has nothing to prefill before then, or less: `queue_us` is at least the rest of it."""
+        return max(self.idle_us, self.external_until_us)
 
     def is_free(self, now_us: Micros, ahead_us: Micros) -> bool:
         """Whether it prefills nothing, or one prompt of which at most `ahead_us` are left."""
@@ -331,6 +354,7 @@ class InstanceView:
         self.joined_context = self.context + self.external.context
         has_slot = self.joined_seqs <= self.info.max_seqs
         self.room_tokens = self.kv_tokens - self.joined_context if has_slot else -1
+        self.changed()
 
     def spares_prefill(self, rank: int, context: Tokens) -> bool:
         """Whether it takes one more prefill from its reserve for clients of this rank."""
@@ -356,7 +380,12 @@ class InstanceView:
 
         All members share a pass, so it is the same for every one of them.
         """
-        return self.cost.decode_step_us(self.joined_seqs, self.joined_context + joining)
+        return round(self.step_us() + self.cost.step_us[2] * joining)
+
+    def step_us(self) -> float:
+        """The part of `tbt_us` that does not depend on who joins."""
+        base, per_seq, per_context = self.cost.step_us
+        return base + per_seq * self.joined_seqs + per_context * self.joined_context
 
     def tbt_now_us(self, joining: Tokens) -> Micros:
         """The same with only the decodes that run here by now, without those still in prefill."""
@@ -376,13 +405,255 @@ def preferred(
     return [view for view in views if view.info.id not in avoid] or views
 
 
-def tbts_us(views: Sequence[InstanceView], joining: Tokens) -> list[Micros]:
-    """`tbt_us` of each: one loop without calls, since a decision looks at every instance."""
-    return [
-        round(base + per_seq * view.joined_seqs + per_context * (view.joined_context + joining))
-        for view in views
-        for base, per_seq, per_context in (view.cost.step_us,)
-    ]
+class Role:
+    """The instances that may take one role for one model, in the order of their ids.
+
+    Kept by ClusterView: a view notes in `stale` that it changed, and `sync` brings what changed up
+    to date before a decision reads it. Made of a plain list, it is as of now, and each of its
+    instances takes the request that it was made for.
+    """
+
+    def __init__(self, views: Sequence[InstanceView], kept: bool = False) -> None:
+        self.views = list(views)
+        self.kept = kept
+        self.rows = {view: row for row, view in enumerate(self.views)}
+        """The place of each in `views`."""
+        self.stale: dict[InstanceView, None] = {}
+        self.least_kv: Tokens = min([view.kv_tokens for view in self.views], default=0)
+        """The memory of the smallest: any request of this length fits into each."""
+        self.ways = dict.fromkeys([view.info.connector for view in self.views])
+        """Their connectors."""
+        self._takes: list[bool] = []
+        self.order = Ranking([])
+        """By InstanceView.order."""
+        self.taking = 0
+        """How many take one more request."""
+        self._rank()
+
+    def __len__(self) -> int:
+        return len(self.views)
+
+    def _takes_one(self, view: InstanceView) -> bool:
+        """Whether one more request may be promised there."""
+        raise NotImplementedError
+
+    def _rank(self) -> None:
+        """Bring all up to date."""
+        self.order = Ranking([view.order for view in self.views])
+        self._takes = [not self.kept or self._takes_one(view) for view in self.views]
+        self.taking = sum(self._takes)
+
+    def _put(self, row: int, view: InstanceView) -> None:
+        """Bring one instance up to date."""
+        self.order.put(row, view.order)
+        takes = self._takes_one(view)
+        if takes != self._takes[row]:
+            self._takes[row] = takes
+            self.taking += 1 if takes else -1
+
+    def sync(self) -> None:
+        """Bring all up to date that changed since the last time."""
+        stale = self.stale
+        if len(stale) > _FEW + len(self.views) // 4:
+            self._rank()
+        else:
+            rows = self.rows
+            for view in stale:
+                self._put(rows[view], view)
+        stale.clear()
+
+    def takes(self, row: int) -> bool:
+        """Whether the instance of this row takes one more request."""
+        return self._takes[row]
+
+    def has(self, view: InstanceView) -> bool:
+        """Whether this instance is one of those that take one more request."""
+        row = self.rows.get(view)
+        return row is not None and self._takes[row]
+
+    def all(self) -> Sequence[InstanceView]:
+        """Those that take one more request."""
+        if self.taking == len(self.views):
+            return self.views
+        return [view for view, takes in zip(self.views, self._takes, strict=True) if takes]
+
+    def first(self, most: int) -> list[int]:
+        """Rows of those that take one more request, the first by `order`."""
+        found: list[int] = []
+        for entry in self.order.entries:
+            row = row_of(entry)
+            if self._takes[row]:
+                found.append(row)
+                if len(found) == most:
+                    break
+        return found
+
+    def check(self) -> None:
+        """Compare what was kept with what all instances say now; for tests."""
+        self.sync()
+        assert self.order.entries == Ranking([view.order for view in self.views]).entries
+        takes = [not self.kept or self._takes_one(view) for view in self.views]
+        assert self._takes == takes
+        assert self.taking == sum(takes)
+
+
+class Floor:
+    """The lowest costs of instances whose kinds differ in nothing else; no coefficient is higher
+    than that of any of them."""
+
+    __slots__ = ("block_bytes", "chunk_tokens", "fetches", "load_us", "pass_us", "rack")
+
+    def __init__(self, kind: Kind) -> None:
+        self.chunk_tokens = kind.chunk_tokens
+        self.block_bytes = kind.block_bytes
+        self.rack = kind.rack
+        self.fetches = kind.fetches
+        self.pass_us = kind.cost.pass_us
+        self.load_us = kind.cost.load_us
+
+    def lower(self, cost: Cost) -> None:
+        """Go down to the coefficients of this cost where they are lower."""
+        if self.pass_us is not cost.pass_us:
+            self.pass_us = tuple(map(min, self.pass_us, cost.pass_us))
+            self.load_us = tuple(map(min, self.load_us, cost.load_us))
+
+
+class Prefills(Role):
+    """Those that may prefill."""
+
+    def __init__(self, views: Sequence[InstanceView], kept: bool = False) -> None:
+        self.ready = Ranking([])
+        """By InstanceView.ready_us: those that are free first come first."""
+        self.floors: dict[tuple[Tokens, int, str, bool], Floor] = {}
+        self.most_error = 0.0
+        """No instance's Cost.error is higher."""
+        self._put_since = 0
+        """Changes since the floors were found: a fit that was low once may be so no more."""
+        self.bounded = any(view.store_blocks for view in views)
+        """Whether a store of them may have to evict."""
+        self.by_segment: dict[SegmentId, list[int]] = {}
+        """The rows that keep what they hold in a segment."""
+        for row, view in enumerate(views):
+            if view.segment != NO_SEGMENT:
+                self.by_segment.setdefault(view.segment, []).append(row)
+        super().__init__(views, kept)
+
+    def _takes_one(self, view: InstanceView) -> bool:
+        return view.takes_prefill
+
+    def able(self, need: Tokens, rank: int) -> Prefills | None:
+        """Those that take one more request of this length from a client of this rank."""
+        self.sync()
+        if self.taking and need <= self.least_kv:
+            return self
+        found = [view for view in self.all() if view.kv_tokens >= need]
+        if rank and not found:
+            found = [view for view in self.views if view.spares_prefill(rank, need)]
+        return Prefills(found) if found else None
+
+    def _rank(self) -> None:
+        super()._rank()
+        self.ready = Ranking([int(view.ready_us) for view in self.views])
+        self._find_floors()
+
+    def _find_floors(self) -> None:
+        self._put_since = 0
+        self.floors = {}
+        self.most_error = 0.0
+        for view in self.views:
+            self._lower(view)
+
+    def _lower(self, view: InstanceView) -> None:
+        kind = view.kind
+        shape = (kind.chunk_tokens, kind.block_bytes, kind.rack, kind.fetches)
+        floor = self.floors.get(shape)
+        if floor is None:
+            floor = self.floors[shape] = Floor(kind)
+        floor.lower(kind.cost)
+        if kind.cost.error > self.most_error:
+            self.most_error = kind.cost.error
+
+    def _put(self, row: int, view: InstanceView) -> None:
+        super()._put(row, view)
+        self.ready.put(row, int(view.ready_us))
+        self._lower(view)
+        self._put_since += 1
+        if self._put_since > _OFTEN + len(self.views):
+            self._find_floors()
+
+    def check(self) -> None:
+        """See Role."""
+        super().check()
+        assert self.ready.entries == Ranking([int(view.ready_us) for view in self.views]).entries
+        for view in self.views:
+            kind = view.kind
+            floor = self.floors[kind.chunk_tokens, kind.block_bytes, kind.rack, kind.fetches]
+            pairs = [*zip(floor.pass_us, kind.cost.pass_us, strict=True)]
+            pairs += zip(floor.load_us, kind.cost.load_us, strict=True)
+            assert all(least <= own for least, own in pairs)
+            assert kind.cost.error <= self.most_error
+
+
+class Decodes(Role):
+    """Those that may decode."""
+
+    def __init__(self, views: Sequence[InstanceView], kept: bool = False) -> None:
+        self.load = Ranking([])
+        """By InstanceView.step_us, in 1/1,024 us: the lowest time between tokens comes first, but
+        for what the request itself adds."""
+        self.least_context_us = 0.0
+        """No instance takes less for a token of context."""
+        self.least_error = 0.0
+        """No instance's Cost.error is lower."""
+        self._put_since = 0
+        super().__init__(views, kept)
+
+    def _takes_one(self, view: InstanceView) -> bool:
+        return view.takes_decode
+
+    def able(self, need: Tokens, rank: int) -> Decodes | None:
+        """Those that take one more request of this length from a client of this rank."""
+        self.sync()
+        if self.taking and need <= self.least_kv:
+            return self
+        found = [view for view in self.all() if view.kv_tokens >= need]
+        if rank and not found:
+            found = [view for view in self.views if view.spares_decode(rank, need)]
+        return Decodes(found) if found else None
+
+    def _rank(self) -> None:
+        super()._rank()
+        self.load = Ranking([int(_FINE * view.step_us()) for view in self.views])
+        self._find_least()
+
+    def _find_least(self) -> None:
+        self._put_since = 0
+        costs = [view.cost for view in self.views]
+        self.least_context_us = min([cost.step_us[2] for cost in costs], default=0.0)
+        self.least_error = min([cost.error for cost in costs], default=0.0)
+
+    def _put(self, row: int, view: InstanceView) -> None:
+        super()._put(row, view)
+        self.load.put(row, int(_FINE * view.step_us()))
+        cost = view.cost
+        self.least_context_us = min(self.least_context_us, cost.step_us[2])
+        self.least_error = min(self.least_error, cost.error)
+        self._put_since += 1
+        if self._put_since > _OFTEN + len(self.views):
+            self._find_least()
+
+    def least_us(self, entry: int, context: Tokens) -> Micros:
+        """What `tbt_us` is at least for an entry of `load` and those behind it."""
+        return round(number_of(entry) / _FINE + self.least_context_us * context)
+
+    def check(self) -> None:
+        """See Role."""
+        super().check()
+        loads = [int(_FINE * view.step_us()) for view in self.views]
+        assert self.load.entries == Ranking(loads).entries
+        for view in self.views:
+            assert self.least_context_us <= view.cost.step_us[2]
+            assert self.least_error <= view.cost.error
 
 
 class ClusterView:
@@ -393,7 +664,10 @@ class ClusterView:
         self._turns = count(1)
         self.version = 0
         """Changes whenever an instance was added or removed."""
-        self._by_role: dict[tuple[str, str], list[InstanceView]] = {}
+        self._prefills: dict[str, Prefills] = {}
+        self._decodes: dict[str, Decodes] = {}
+        self._paying: dict[Cost, list[InstanceView]] = {}
+        """The instances of each cost model: some share one."""
         self.racks: dict[SegmentId, str] = {}
         """The rack of each segment whose instance reported one."""
         self._peers: dict[str, dict[InstanceId, Promises]] = {}
@@ -406,10 +680,14 @@ class ClusterView:
         assert list(self.instances) == sorted(self.instances)
         for view in self.instances.values():
             view.check()
+        for role in (*self._prefills.values(), *self._decodes.values()):
+            role.check()
 
     def beat(self, view: InstanceView, load: InstanceLoad, now_us: Micros) -> None:
         """Take in an instance's heartbeat."""
         view.beat(load, now_us)
+        if load.passes or load.transfers:
+            self.cost_changed(view.cost)
         if view.info.segment is not None:
             self.doubts.pop(view.info.segment, None)
             if not view.trust.trusted:
@@ -465,11 +743,11 @@ class ClusterView:
 
         External: those with a compatible decode instance; if none, those that can serve alone.
         """
-        return self._role(model, "prefill")
+        return self.prefill_role(model).views
 
     def decodes(self, model: str) -> list[InstanceView]:
         """Instances that may decode for `model`, in id order; the list must not be changed."""
-        return self._role(model, "decode")
+        return self.decode_role(model).views
 
     def promised(self, requests: int) -> Promised:
         """The ledger of all instances together."""
@@ -481,25 +759,55 @@ class ClusterView:
             decodes=sum(view.decodes for view in views),
         )
 
+    def prefill_role(self, model: str) -> Prefills:
+        """The same instances, in the orders of decisions."""
+        role = self._prefills.get(model)
+        if role is None:
+            ways = ["embedded", *self.decode_role(model).ways]
+            found = self._serving(model, "prefill")
+            found = [view for view in found if view.info.connector in ways]
+            own = [view for view in self.decodes(model) if view.info.connector in SELF_HELP]
+            role = Prefills(found or own, kept=True)
+            if role.views:  # clients may ask for any model name: unknown ones are not kept
+                self._prefills[model] = role
+                self._keep(role)
+        return role
+
+    def decode_role(self, model: str) -> Decodes:
+        """The same instances, in the orders of decisions."""
+        role = self._decodes.get(model)
+        if role is None:
+            role = Decodes(self._serving(model, "decode"), kept=True)
+            if role.views:
+                self._decodes[model] = role
+                self._keep(role)
+        return role
+
+    def _serving(self, model: str, role: str) -> list[InstanceView]:
+        return [view for view in self.instances.values() if serves(view.info, model, role)]
+
+    def _keep(self, role: Role) -> None:
+        """Its instances note there what changes."""
+        for view in role.views:
+            view.stale_in.append(role.stale)
+
     def _changed(self) -> None:
         self.version += 1
-        self._by_role.clear()
+        self._prefills.clear()
+        self._decodes.clear()
+        self._paying.clear()
+        for view in self.instances.values():
+            view.stale_in.clear()
+            self._paying.setdefault(view.cost, []).append(view)
         infos = [view.info for view in self.instances.values()]
         self.racks = {i.segment: i.rack for i in infos if i.segment is not None and i.rack}
         here = [info.segment for info in infos] if self.doubts else []
         self.doubts = {it: share for it, share in self.doubts.items() if it in here}
 
-    def _role(self, model: str, role: str) -> list[InstanceView]:
-        found = self._by_role.get((model, role))
-        if found is None:
-            found = [v for v in self.instances.values() if serves(v.info, model, role)]
-            if role == "prefill":
-                ways = {"embedded"} | {view.info.connector for view in self.decodes(model)}
-                found = [view for view in found if view.info.connector in ways]
-                found = found or [v for v in self.decodes(model) if v.info.connector in SELF_HELP]
-            if found:  # clients may ask for any model name: unknown ones are not kept
-                self._by_role[model, role] = found
-        return found
+    def cost_changed(self, cost: Cost) -> None:
+        """A cost model has learned: orders and lowest costs of all that share it change."""
+        for view in self._paying.get(cost, ()):
+            view.changed()
 
 
 def serves(info: InstanceInfo, model: str, role: str) -> bool:
