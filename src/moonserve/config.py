@@ -25,6 +25,8 @@ from moonserve.invalid import in_words, nearest
 from moonserve.logs import LineHandler, RepeatLimit
 
 ENV_PREFIX = "MOONSERVE_"
+IN_ETCD = ("etcd://", "etcds://")
+"""How the address of a registry begins."""
 Level: TypeAlias = Literal["DEBUG", "INFO", "WARNING", "ERROR"]
 _Admission: TypeAlias = Literal["none", "ttft", "early", "predictive"]
 _Processes: TypeAlias = Annotated[int, msgspec.Meta(ge=1, le=64)]
@@ -790,14 +792,14 @@ def _check_eviction(name: str, origin: Mapping[str, str]) -> None:
 
 
 def _check_registry(url: str, origin: Mapping[str, str]) -> None:
-    if url and not url.startswith(("etcd://", "etcds://")):
+    if url and not url.startswith(IN_ETCD):
         remedy = "write it like etcd://127.0.0.1:2379 or etcd://a:2379,b:2379/prefix"
         raise ConfigError(f"{remedy} ({url!r} from {origin['registry']})", "registry")
 
 
 def _check_conductor(where: str, origin: Mapping[str, str]) -> None:
     is_address = re.fullmatch(r"(\[[0-9A-Fa-f:.%]+\]|[^\s:/]+):\d{1,5}", where)
-    is_url = where.startswith(("http://", "https://", "etcd://", "etcds://"))
+    is_url = where.startswith(("http://", "https://", *IN_ETCD))
     is_path = "/" in where and "://" not in where
     if where and not (is_address or is_url or is_path):
         raise ConfigError(

@@ -19,9 +19,7 @@ from moonserve.core.schedule.facts import (
     InstanceInfo,
     Joined,
     Left,
-    PeerPromised,
     PrefillEnded,
-    Promises,
     Role,
 )
 from moonserve.core.schedule.tuning import Tuning
@@ -185,9 +183,9 @@ def test_sglangs_decode_never_serves_alone() -> None:
 def test_a_request_for_one_engine_is_handed_to_nobody() -> None:
     """Where no decode instance takes a prefill now, it waits or is refused: KV has one reader."""
     it = conductor(("d", "decode", "nixl"), ("p", "prefill", "nixl"))
-    d = engine("d", "decode", "nixl").id
-    theirs = Promises(d, 1, 0, prefills=1_024, decodes=0, context=0, running=0, running_context=0)
-    it.step(0, [PeerPromised("another gateway", (theirs,))])
+    d = it.view.instances[engine("d", "decode", "nixl").id]
+    for number in range(d.info.max_requests):
+        d.promise_prefill(RequestId(f"other{number}"), 1, 1, 0)
     assert prefill(it).to.id == "p", "who may be handed over is"
     request = Request(RequestId("second"), "m", len(PROMPT), PROMPT, whole=True)
     actions = it.step(2, [Arrived(request, KEYS)])

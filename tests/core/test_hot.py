@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from moonserve.core.kv.facts import BlocksCleared, BlocksStored
-from moonserve.core.schedule.facts import SpreadUpTo
+from moonserve.core.schedule.facts import Leading, SpreadUpTo
 from moonserve.core.schedule.hot import EACH, HALF_LIFE_US, OFF, ON, Heat
 from moonserve.core.units import BlockKey, RequestId, SegmentId
 from tests.support.hot import BLOCK_BYTES, HEAD, World
@@ -215,3 +215,15 @@ def test_nothing_is_known_of_a_chain_that_nobody_holds() -> None:
     for _ in range(40):
         assert world.ask(keys=keys) == []
     assert world.hot._heat.blocks == 0
+
+
+def test_only_the_leader_has_hot_prefixes_copied() -> None:
+    """Without the duty no copy begins; what was asked meanwhile is known when it comes."""
+    world = World()
+    world.hot.take(Leading(False))
+    for _ in range(20):
+        assert world.ask() == []
+    world.hot.take(Leading(True))
+    assert world.ask(), "it was hot already"
+    world.hot.take(Leading(False))
+    assert len(world.hot) == 1, "what is under way ends by itself"

@@ -27,7 +27,7 @@ from moonserve.live.external.spec import InstanceSpec
 from moonserve.live.http.client import HttpClient
 from moonserve.live.http.server import App, serve
 from moonserve.live.kvevents.wire import BadFrame, encode_batch, read_live, read_replayed
-from moonserve.live.registry.entries import GatewayEntry, MasterEntry, decoded
+from moonserve.live.registry.entries import ConductorEntry, MasterEntry, decoded
 from moonserve.live.rpc.connection import CALL, DONE, FAILED, HEAD, HELLO, NOTICES, RpcConnection
 from moonserve.live.rpc.joins import BeatBody, BlocksBody, LeaveBody
 from moonserve.live.store.operations import OPERATIONS
@@ -336,7 +336,7 @@ def test_metrics_of_engines(page: bytes) -> None:
 
 
 @fuzz(
-    st.sampled_from([InstanceInfo, GatewayEntry, MasterEntry, InstanceSpec]).flatmap(
+    st.sampled_from([InstanceInfo, ConductorEntry, MasterEntry, InstanceSpec]).flatmap(
         lambda shape: st.tuples(st.just(shape), like(shape).map(in_json) | st.binary(max_size=20))
     )
 )

@@ -28,7 +28,7 @@ from moonserve.live.fronts.remote import RemoteConductor
 from moonserve.live.fronts.road import Road, road_of
 from moonserve.live.fronts.server import FrontServer
 from moonserve.live.http.client import HttpClient
-from moonserve.live.http.server import App, serve_socket
+from moonserve.live.http.server import App, serve, serve_socket
 from moonserve.live.ports import DriverFact
 from moonserve.live.rpc.connection import HEAD, HELLO, NOTICES, ConnectionLimits
 from moonserve.live.tls.authority import init
@@ -182,6 +182,21 @@ def test_a_front_with_another_token_or_version_is_told_so(
             await connecting
         await front.leave()
         assert it.server.fronts == 0
+
+    run(use, tmp_path)
+
+
+def test_a_gateway_with_a_conductor_of_its_own_takes_no_fronts(tmp_path: Path) -> None:
+    """A front at the wrong address is told what has to run there."""
+
+    async def use(it: Site) -> None:
+        other = await serve(App({}), "127.0.0.1", 0)
+        road = road_of(f"127.0.0.1:{other.port}", TOKEN, None, None)
+        front = RemoteConductor(road)
+        with pytest.raises(ConfigError, match=r"is no Conductor .*; run `moonserve conductor` th"):
+            await front.start(5)
+        await front.leave()
+        await other.stop(0)
 
     run(use, tmp_path)
 

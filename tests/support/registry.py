@@ -61,12 +61,12 @@ class MemoryRegistry:
 
     async def elect(self, duty: str, who: str, changed: Callable[[bool], None]) -> _Candidate:
         """See ports.Registry."""
-        candidate = _Candidate(self._shared, duty, changed)
+        candidate = _Candidate(self._shared, duty, who, changed)
         self._own.append(candidate)
         waiting = self._shared.candidates.setdefault(duty, [])
         waiting.append(candidate)
         if waiting[0] is candidate:
-            changed(True)
+            candidate.lead(True)
         return candidate
 
     async def close(self) -> None:
@@ -103,15 +103,29 @@ class _Entry:
 
 
 class _Candidate:
-    def __init__(self, shared: Shared, duty: str, changed: Callable[[bool], None]) -> None:
+    def __init__(
+        self, shared: Shared, duty: str, who: str, changed: Callable[[bool], None]
+    ) -> None:
+        self._shared = shared
+        self._key = f"leaders/{duty}"
+        self._who = who
         self._waiting = shared.candidates.setdefault(duty, [])
         self._changed = changed
+
+    def lead(self, leads: bool) -> None:
+        """Take the duty, or give it up; its name stands among the entries meanwhile."""
+        if leads:
+            self._shared.entries[self._key] = self._who.encode()
+        else:
+            self._shared.entries.pop(self._key, None)
+        self._shared.change()
+        self._changed(leads)
 
     async def close(self) -> None:
         if self in self._waiting:
             had = self._waiting[0] is self
             self._waiting.remove(self)
             if had:
-                self._changed(False)
+                self.lead(False)
                 if self._waiting:
-                    self._waiting[0]._changed(True)
+                    self._waiting[0].lead(True)

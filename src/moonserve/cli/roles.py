@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import click
+import msgspec
 
 from moonserve.cli.instances import Named, engines_of, instances_options, named_by_flags
 from moonserve.cli.settings import (
@@ -24,7 +25,7 @@ from moonserve.cli.settings import (
 )
 from moonserve.cli.tls import curve_of, member_tls, scheme_of, tls_of
 from moonserve.cli.token import member_token, own_token
-from moonserve.config import Settings, all_flags, check_name, filled
+from moonserve.config import IN_ETCD, Settings, all_flags, check_name, filled
 from moonserve.core.errors import ConfigError
 from moonserve.core.request import Slo
 from moonserve.core.units import Micros
@@ -57,6 +58,8 @@ def gateway(
     """
     settings = read_settings(config, flags)
     if settings.conductor:
+        if settings.conductor.startswith(IN_ETCD) and not settings.registry:
+            settings = msgspec.structs.replace(settings, registry=settings.conductor)
         _check_front(settings, named, flags, advertise_host)
         _run_front(settings, config, shared)
         return
@@ -133,10 +136,10 @@ def _check_front(
 
 
 def _run_front(settings: Settings, config: Path | None, shared: bool) -> None:
-    from moonserve.live.fronts.road import IN_REGISTRY, is_socket
+    from moonserve.live.fronts.road import is_socket
 
     where = settings.conductor
-    is_address = not (where.startswith(IN_REGISTRY) or is_socket(where))
+    is_address = not (where.startswith(IN_ETCD) or is_socket(where))
     token = member_token(note, "127.0.0.1", *([where] if is_address else ()))
     from moonserve.live.process.supervise import die_with_parent
 

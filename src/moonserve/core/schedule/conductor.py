@@ -45,7 +45,6 @@ from moonserve.core.schedule.facts import (
     Joined,
     Leading,
     Left,
-    PeerPromised,
     PrefillEnded,
     Selected,
     SpreadUpTo,
@@ -161,7 +160,7 @@ class Conductor:
                     self.hot.take(fact)
                 case Joined(info):
                     self._join(info, now_us)
-                case Beat() | PeerPromised():
+                case Beat():
                     self._members.take(fact, now_us)
                 case Left(instance, lost=why) if self._members.of_now(fact):
                     self._lose(instance, why)

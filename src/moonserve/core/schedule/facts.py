@@ -116,7 +116,7 @@ class InstanceLoad(msgspec.Struct, frozen=True):
     hits: tuple[HitSample, ...] = ()
     """For each request: the prefix that was expected to be cached there, and the one found."""
     everybody: bool = False
-    """Whether `running` and `waiting` also count requests that other gateways or clients sent."""
+    """Whether `running` and `waiting` also count requests that others sent."""
     kv_tokens: Tokens = 0
     """KV in use by requests that run; counted if `everybody`."""
 
@@ -180,37 +180,6 @@ class Selected(_OfInstance, frozen=True, tag=True):
 
     rank: ClassVar[int] = 3
     decode: InstanceId
-
-
-class Promises(msgspec.Struct, frozen=True, array_like=True):
-    """What one gateway has promised on one instance; ignored if the epoch is another one."""
-
-    instance: InstanceId
-    epoch: int
-    queue_us: Micros
-    """Prefill time promised and not yet done."""
-    prefills: int
-    decodes: int
-    """Those still in prefill included."""
-    context: Tokens
-    """Of these decodes, summed."""
-    running: int
-    """Decodes that run by now."""
-    running_context: Tokens
-    """Of these, summed."""
-
-
-class PeerPromised(msgspec.Struct, frozen=True, tag=True):
-    """All that another gateway has promised by now; it replaces that gateway's earlier report."""
-
-    rank: ClassVar[int] = 1
-    gateway: str
-    promises: tuple[Promises, ...]
-
-    @property
-    def subject(self) -> str:
-        """What ties within a rank are ordered by."""
-        return self.gateway
 
 
 class Leading(msgspec.Struct, frozen=True, tag=True):
@@ -316,7 +285,6 @@ ORDER = attrgetter("rank", "subject")
 Fact: TypeAlias = (
     Joined
     | Beat
-    | PeerPromised
     | Leading
     | Left
     | Selected

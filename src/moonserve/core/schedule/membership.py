@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from moonserve.core.liveness import Liveness
 from moonserve.core.schedule.cost import Cost
-from moonserve.core.schedule.facts import Beat, InstanceInfo, Left, PeerPromised
+from moonserve.core.schedule.facts import Beat, InstanceInfo, Left
 from moonserve.core.schedule.tuning import Tuning
 from moonserve.core.schedule.view import ClusterView, InstanceView
 from moonserve.core.units import InstanceId, Micros
@@ -47,11 +47,9 @@ class Membership:
                 view.cost.borrow(max(costs, key=lambda cost: cost.samples))
         self._view.add(view)
 
-    def take(self, beat: Beat | PeerPromised, now_us: Micros) -> None:
-        """Take in a heartbeat, or what another gateway has promised."""
-        if isinstance(beat, PeerPromised):
-            self._view.take_promises(beat.gateway, beat.promises, now_us)
-        elif self.of_now(beat):
+    def take(self, beat: Beat, now_us: Micros) -> None:
+        """Take in a heartbeat."""
+        if self.of_now(beat):
             view = self._view.instances[beat.instance]
             self._view.beat(view, beat.load, now_us)
             if self._strangers and beat.load.passes:

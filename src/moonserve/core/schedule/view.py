@@ -15,14 +15,8 @@ from itertools import count
 import msgspec
 
 from moonserve.core.schedule.cost import Cost
-from moonserve.core.schedule.external_load import (
-    NO_LOAD,
-    NO_PEERS,
-    PeerLoad,
-    external_load,
-    peer_load,
-)
-from moonserve.core.schedule.facts import SELF_HELP, InstanceInfo, InstanceLoad, Promises
+from moonserve.core.schedule.external_load import NO_LOAD, external_load
+from moonserve.core.schedule.facts import SELF_HELP, InstanceInfo, InstanceLoad
 from moonserve.core.schedule.forecast import Residencies
 from moonserve.core.schedule.observed import Trust
 from moonserve.core.schedule.ranking import Ranking, number_of, row_of
@@ -97,16 +91,11 @@ class InstanceView:
         """The number that it took when something was promised here last; 0: nothing was."""
         # Load that this Conductor did not send here.
         self.external = NO_LOAD
-        """All of it: what the engine counts, and what other gateways have promised."""
+        """What the engine counted in its last two reports."""
         self.external_until_us: Micros = 0
         """When external prefills that are ahead of ours are done."""
-        self._counted = NO_LOAD
-        """What the engine counted in its last two reports."""
         self._seen = NO_LOAD
         """What it counted in the last one."""
-        self._counted_until_us: Micros = 0
-        self._peers = NO_PEERS
-        """What other gateways have promised."""
         self._usual_us = 0.0
         """Mean time of prefills that were promised here lately."""
         # Our promises.
@@ -161,12 +150,12 @@ class InstanceView:
         assert self.promised_tokens == sum(tokens for _, tokens, _ in queue)
         assert self.prompt_tokens == sum(prompt for _, _, prompt in queue)
         assert queue or self.idle_us == 0
-        assert self.takes_prefill == (len(queue) + self._peers.promised.waiting < limit)
+        assert self.takes_prefill == (len(queue) < limit)
         contexts = self._decoding
         assert self.decodes == len(contexts)
         assert self.order == (self.decodes << 64) + self.used
         assert self.context == sum(contexts.values())
-        assert self.takes_decode == (len(contexts) + self._peers.promised.running < limit)
+        assert self.takes_decode == (len(contexts) < limit)
         assert self.joined_seqs == len(contexts) + self.external.running + 1
         assert self.joined_context == self.context + self.external.context
         has_slot = self.joined_seqs <= self.info.max_seqs
@@ -194,38 +183,10 @@ class InstanceView:
         before = self._seen
         found = external_load(self.info.role, load, self.prefills, active, context)
         self._seen = found
-        self._counted = found.or_less(before)
+        self.external = self.residencies.external = found.or_less(before)
         usual_us = self._usual_us or self.cost.prefill_us(_USUAL, 0, self.info.chunk_tokens)
-        self._counted_until_us = now_us + round(self._counted.waiting * usual_us)
-        self._join_external()
-
-    def take_peer_load(self, peers: PeerLoad) -> None:
-        """Other gateways have promised this here, in place of what they had before."""
-        self._peers = peers
-        self._join_external()
-
-    def _join_external(self) -> None:
-        """Combine both sources: an engine's count includes what other gateways sent there."""
-        self.external = self._counted.or_more(self._peers.promised)
-        self.residencies.external = self._counted.or_more(self._peers.now)
-        self.external_until_us = max(self._counted_until_us, self._peers.until_us)
-        self._count_prefills()
+        self.external_until_us = now_us + round(self.external.waiting * usual_us)
         self._count_decodes()
-
-    def promises(self, now_us: Micros) -> Promises | None:
-        """What this Conductor has promised here, for other gateways; None: nothing."""
-        if not self.prefills and not self.decodes:
-            return None
-        return Promises(
-            self.info.id,
-            self.info.epoch,
-            max(self.idle_us - now_us, self.behind_us, 0),
-            self.prefills,
-            self.decodes,
-            self.context,
-            len(self.residencies.active),
-            self.residencies.context,
-        )
 
     def promise_prefill(
         self,
@@ -286,7 +247,7 @@ class InstanceView:
 
     def _count_prefills(self) -> None:
         self.prefills = len(self._queue)
-        self.takes_prefill = self.prefills + self._peers.promised.waiting < self.info.max_requests
+        self.takes_prefill = self.prefills < self.info.max_requests
         self.changed()
 
     def queue_us(self, now_us: Micros) -> Micros:
@@ -349,7 +310,7 @@ class InstanceView:
     def _count_decodes(self) -> None:
         self.decodes = len(self._decoding)
         self.order = (self.decodes << 64) + self.used
-        self.takes_decode = self.decodes + self._peers.promised.running < self.info.max_requests
+        self.takes_decode = self.decodes < self.info.max_requests
         self.joined_seqs = self.decodes + self.external.running + 1
         self.joined_context = self.context + self.external.context
         has_slot = self.joined_seqs <= self.info.max_seqs
@@ -358,13 +319,11 @@ class InstanceView:
 
     def spares_prefill(self, rank: int, context: Tokens) -> bool:
         """Whether it takes one more prefill from its reserve for clients of this rank."""
-        taken = self.prefills + self._peers.promised.waiting
-        return taken < extended(self.info.max_requests, rank) and context <= self.kv_tokens
+        return self.prefills < extended(self.info.max_requests, rank) and context <= self.kv_tokens
 
     def spares_decode(self, rank: int, context: Tokens) -> bool:
         """Whether it takes one more decode from its reserve for clients of this rank."""
-        taken = self.decodes + self._peers.promised.running
-        return taken < extended(self.info.max_requests, rank) and context <= self.kv_tokens
+        return self.decodes < extended(self.info.max_requests, rank) and context <= self.kv_tokens
 
     def has_slot(self, context: Tokens) -> bool:
         """Whether the batch has a place and the memory has room for one more decode."""
@@ -670,8 +629,6 @@ class ClusterView:
         """The instances of each cost model: some share one."""
         self.racks: dict[SegmentId, str] = {}
         """The rack of each segment whose instance reported one."""
-        self._peers: dict[str, dict[InstanceId, Promises]] = {}
-        """What other gateways have promised, by gateway."""
         self.doubts: dict[SegmentId, float] = {}
         """The share of a segment's claims that counts, for each one that is not trusted."""
 
@@ -699,28 +656,6 @@ class ClusterView:
             if instance in self.instances:
                 self.instances[instance].use()
 
-    def take_promises(self, gateway: str, promises: Sequence[Promises], now_us: Micros) -> None:
-        """Take in all that another gateway has promised by now; empty: nothing, or it is gone."""
-        before = self._peers.pop(gateway, {})
-        rows = {it.instance: it for it in promises}
-        if rows:
-            self._peers[gateway] = rows
-        for instance in before | rows:
-            self._update_peers(instance, now_us)
-
-    def _update_peers(self, instance: InstanceId, now_us: Micros) -> None:
-        view = self.instances.get(instance)
-        if view is not None:
-            rows = [rows[instance] for rows in self._peers.values() if instance in rows]
-            if view.info.connector == "embedded":  # else each gateway counts starts for itself
-                rows = [it for it in rows if it.epoch == view.info.epoch]
-            view.take_peer_load(peer_load(rows, now_us))
-
-    def promises(self, now_us: Micros) -> tuple[Promises, ...]:
-        """What this Conductor has promised anywhere, for other gateways."""
-        found = [view.promises(now_us) for view in self.instances.values()]
-        return tuple(it for it in found if it is not None)
-
     def add(self, view: InstanceView) -> None:
         """Add or replace an instance, keeping id order so that ties fall the same way always."""
         for other in self.instances.values():
@@ -730,7 +665,6 @@ class ClusterView:
         view.turns = self._turns
         self.instances[view.info.id] = view
         self.instances = dict(sorted(self.instances.items()))
-        self._update_peers(view.info.id, view.heard_us)
         self._changed()
 
     def remove(self, instance: InstanceId) -> None:

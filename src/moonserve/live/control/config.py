@@ -30,7 +30,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True):
     allowed_hosts: str = ""
     """Names, with commas between, under which clients may call it besides its own addresses."""
     tls: Tls | None = None
-    """For its listener, and for calls to workers and other gateways; None: without TLS."""
+    """For its listener, and for calls to other processes of the cluster; None: without TLS."""
     tls_client_auth: ClientAuth = "none"
     """Whether its listener asks clients for certificates. optional: /internal/ needs one."""
     kv_events_curve: str = ""
@@ -48,8 +48,8 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True):
     salt_by: Literal["auto", "tenant", "none"] = "auto"
     """Whether tenants share KV; auto: they do unless there are keys."""
     registry: str = ""
-    """Where workers, other gateways and the store's master are found, such as
-    etcd://127.0.0.1:2379; empty: workers join by themselves, and there is no other gateway."""
+    """Where workers, the Conductor and the store's master are found, such as
+    etcd://127.0.0.1:2379; empty: workers join by themselves."""
     advertise_host: str | None = None
     """Where others reach the gateway, if not at `host`; the registry contains it."""
     store_url: str = ""

@@ -24,9 +24,9 @@ from moonserve.core.store.words import Terms
 from moonserve.core.units import BlockKey, SegmentId
 from moonserve.live.clock import LoopClock
 from moonserve.live.control.config import GatewayConfig
+from moonserve.live.control.in_registry import InRegistry
 from moonserve.live.control.join import Internal
 from moonserve.live.control.loop import ConductorLoop
-from moonserve.live.control.peers import Several
 from moonserve.live.control.placement_api import PlacementApi
 from moonserve.live.control.views import Api, Figures, alarm_metrics, conductor_metrics, open_alarms
 from moonserve.live.external.indexer_api import IndexerApi
@@ -36,7 +36,7 @@ from moonserve.live.http.message import HttpRequest, Response, json_response
 from moonserve.live.http.server import ProcessPart, Routes
 from moonserve.live.kvevents.follower import Follow
 from moonserve.live.ports import Registry
-from moonserve.live.registry.entries import DUTY, GatewayEntry, find_master, open_registry
+from moonserve.live.registry.entries import ConductorEntry, find_master, open_registry
 from moonserve.live.store.external import ExternalPool
 from moonserve.live.store.local import LocalPool
 from moonserve.live.store.pool import Pool
@@ -126,10 +126,10 @@ class Control(ProcessPart):
         self._health = health
         self._internal = Internal(conductor, [model])
         self._api = Api(conductor, pool)
-        self._several: Several | None = None
+        self._place: InRegistry | None = None
         if registry is not None:
-            self._several = several = self._among(registry, settled)
-            health.report_unready(lambda: several.not_ready)
+            self._place = place = self._in(registry, settled)
+            health.report_unready(lambda: place.not_ready)
             health.report_alarms(registry.alarms)
         self._placement = PlacementApi(conductor, tools, model)
         self._indexer = IndexerApi(follow, config.tuning.max_indexed_blocks)
@@ -137,7 +137,7 @@ class Control(ProcessPart):
 
     def routes(self) -> Routes:
         """The routes of all that this part consists of."""
-        several = {} if self._several is None else self._several.routes()
+        place = {} if self._place is None else self._place.routes()
         return (
             self._internal.routes()
             | self._api.routes()
@@ -145,7 +145,7 @@ class Control(ProcessPart):
             | {("GET", "/health"): self._health_route}
             | self._placement.routes()
             | self._indexer.routes()
-            | several
+            | place
         )
 
     def prefixes(self) -> Routes:
@@ -160,30 +160,30 @@ class Control(ProcessPart):
             self._indexer.metrics,
             partial(alarm_metrics, self._health.alarms),
         ]
-        if self._several is not None:
-            reads.append(self._several.metrics)
+        if self._place is not None:
+            reads.append(self._place.metrics)
         return [Figures(read) for read in reads]
 
     async def start(self, port: int) -> None:
         """Let the Conductor's time pass, and be found by others. Raises RegistryError."""
         self._ticker = asyncio.create_task(self._tick())
-        if self._several is not None:
+        if self._place is not None:
             host = self._config.advertise_host or self._config.host
             url = url_of(host, self._port or port, self._config.tls)
             name = url.partition("://")[2]
-            await self._several.start(GatewayEntry(name, time.time_ns() // 1_000, url))
+            await self._place.start(ConductorEntry(name, time.time_ns() // 1_000, url, self._model))
 
     async def gathered(self) -> None:
         """Return once this gateway knows what others hold, or gave up after some seconds."""
-        if self._several is not None:
-            await self._several.gathered.wait()
+        if self._place is not None:
+            await self._place.gathered.wait()
 
     async def stop(self) -> None:
         """To be called when no request is under way any more."""
         if self._ticker is not None:
             self._ticker.cancel()
-        if self._several is not None:
-            await self._several.close()
+        if self._place is not None:
+            await self._place.close()
         self._placement.stop()
         await self._indexer.close()
         await self._pool.close()
@@ -199,15 +199,15 @@ class Control(ProcessPart):
             self._pool.tick()
             self._conductor.tell(Tick())
 
-    def _among(
+    def _in(
         self, registry: Registry, settled: Callable[[], Awaitable[object]] | None
-    ) -> Several:
+    ) -> InRegistry:
         known, move = settled, None
         if isinstance(self._pool, RemotePool):
             known = self._pool.known.wait
             move = self._pool.move if self._config.follows_master else None
         has_workers = self._config.store != "none"
-        return Several(
+        return InRegistry(
             registry,
             self._conductor,
             self._internal,
@@ -216,5 +216,4 @@ class Control(ProcessPart):
             known,
             has_workers,
             move,
-            duty=DUTY,
         )

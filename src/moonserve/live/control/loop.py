@@ -34,7 +34,7 @@ from moonserve.core.schedule.actions import (
 )
 from moonserve.core.schedule.conductor import Conductor
 from moonserve.core.schedule.decode_forecast import PredictionErrors
-from moonserve.core.schedule.facts import Arrived, Fact, InstanceInfo, Promises, SpreadUpTo
+from moonserve.core.schedule.facts import Arrived, Fact, InstanceInfo, SpreadUpTo
 from moonserve.core.schedule.hot import Hot
 from moonserve.core.schedule.tuning import Tuning
 from moonserve.core.schedule.view import InstanceView, Promised
@@ -136,10 +136,6 @@ class ConductorLoop:
     def promised(self) -> Promised:
         """The ledger: what is promised to requests that are under way."""
         return self.core.promised()
-
-    def promises(self) -> tuple[Promises, ...]:
-        """What is promised by instance, in the form that other gateways receive."""
-        return self.core.view.promises(self.now_us())
 
     def index_blocks(self) -> int:
         """How many blocks the prefix index knows."""

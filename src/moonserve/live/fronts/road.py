@@ -13,13 +13,15 @@ from moonserve.core.errors import NobodyAlive, RegistryError
 from moonserve.live.fronts import wire
 from moonserve.live.http.client import HttpClient, check_url, client_of
 from moonserve.live.ports import Registry
-from moonserve.live.registry.entries import GATEWAYS, LEADER, GatewayEntry, decoded
+from moonserve.live.registry.entries import CONDUCTORS, LEADER, ConductorEntry, decoded
 from moonserve.live.rpc.connection import RpcConnection
 from moonserve.live.rpc.switching import Callee, switched
 from moonserve.live.tls.contexts import Tls
 
 _FIELD = "conductor"
-_CONDUCTOR = Callee("Conductor", _FIELD, NobodyAlive)
+_CONDUCTOR = Callee(
+    "Conductor that takes fronts", _FIELD, NobodyAlive, "run `moonserve conductor` there"
+)
 _CALL_S = 5.0
 _SCHEMES = ("http://", "https://")
 IN_REGISTRY = ("etcd://", "etcds://")
@@ -70,12 +72,12 @@ class LeaderRoad(Road):
         """See Road. While the registry is away, it is the last one that was found."""
         try:
             names = await self._registry.read(LEADER)
-            entries = await self._registry.read(GATEWAYS)
+            entries = await self._registry.read(CONDUCTORS)
         except RegistryError as error:
             if self._url:
                 return self._url
             raise NobodyAlive(f"the registry does not answer: {error}") from None
-        found = decoded(entries, GATEWAYS, GatewayEntry)
+        found = decoded(entries, CONDUCTORS, ConductorEntry)
         leader = found.get(names.get(LEADER, b"").decode("utf-8", "replace"))
         if leader is None:
             raise NobodyAlive("no Conductor leads in the registry")

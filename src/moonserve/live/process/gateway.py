@@ -1,6 +1,6 @@
 """The gateway in one process: OpenAI API, Conductor and, by default, the store's master.
 
-`Deciding` makes the parts that only one process of each gateway has; the Conductor's own process
+`Deciding` makes the parts that only one process of a cluster has; the Conductor's own process
 (live.process.fronts) has them too. The CLI calls `run_gateway`; tests call `Gateway.start`.
 """
 
@@ -68,7 +68,7 @@ def load_text(ref: str) -> TextTools:
 
 
 class Deciding:
-    """The parts that only one process of each gateway has.
+    """The parts that only one process of a cluster has.
 
     They are the Conductor, the pool, the admin API and, with external engines, their fleet.
     """

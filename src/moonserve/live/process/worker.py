@@ -41,8 +41,8 @@ from moonserve.live.text.tokenizer import Tokenizer, load_tokenizer
 from moonserve.live.transfer import mooncake_master
 from moonserve.live.transfer.metrics import LaneMetrics
 from moonserve.live.worker.app import WorkerApp, part_client
+from moonserve.live.worker.conductors import Conductors
 from moonserve.live.worker.config import WorkerConfig
-from moonserve.live.worker.gateways import Gateways
 from moonserve.live.worker.job import WorkerLimits
 from moonserve.live.worker.kv import OnPut
 from moonserve.live.worker.metrics import Metrics
@@ -189,11 +189,11 @@ async def run_worker(
             registry = await open_registry(config.registry, config.tls)
             if registry is not None:
                 stack.push_async_callback(registry.close)
-            gateways = Gateways(http, config.token, config.gateway, registry)
+            conductors = Conductors(http, config.token, config.gateway, registry)
             publisher = None if config.kv_events == "off" else _publisher(config, say)
             if publisher is not None:
                 stack.push_async_callback(publisher.close)
-            store = await _open_store(gateways, http, config, share, stop)
+            store = await _open_store(conductors, http, config, share, stop)
             if store is not None:
                 stack.push_async_callback(store.close)
                 stack.push_async_callback(_move_objects, store, stop, config)
@@ -214,7 +214,7 @@ async def run_worker(
                 stack.callback(_limit_clean_up, worker)
                 worker.runner.measured(samples)
                 say(f"listening on {worker.info.url}")
-                await _belong(worker, gateways, stop, say)
+                await _belong(worker, conductors, stop, say)
     finally:
         if worker is not None and worker.runner.hung:
             _end_process(say)
@@ -222,7 +222,7 @@ async def run_worker(
     say("stopped")
 
 
-async def _belong(worker: Worker, gateways: Gateways, stop: asyncio.Event, say: Say) -> None:
+async def _belong(worker: Worker, conductors: Conductors, stop: asyncio.Event, say: Say) -> None:
     """Be a member until `stop` is set. Raises the error that ends the membership before."""
     ready = False
 
@@ -233,16 +233,16 @@ async def _belong(worker: Worker, gateways: Gateways, stop: asyncio.Event, say: 
             ready = True
             beat()
 
-    beating = asyncio.create_task(gateways.run(worker.info, worker.load, joined))
+    beating = asyncio.create_task(conductors.run(worker.info, worker.load, joined))
     stopping = asyncio.create_task(stop.wait())
     await asyncio.wait({beating, stopping}, return_when=asyncio.FIRST_COMPLETED)
     stopping.cancel()
     if beating.done():
-        await gateways.leave()
+        await conductors.leave()
         beating.result()
     beating.cancel()
     say("leaving: letting running requests finish")
-    await gateways.leave()
+    await conductors.leave()
 
 
 # Ways to end.
@@ -334,7 +334,7 @@ async def _unless(stop: asyncio.Event, doing: Coroutine[Any, Any, T]) -> T | Non
 
 
 async def _open_store(
-    gateways: Gateways,
+    conductors: Conductors,
     http: HttpClient,
     config: WorkerConfig,
     share: StoreSettings,
@@ -342,18 +342,20 @@ async def _open_store(
 ) -> KVStore | None:
     """The store, once its master answers; None: `stop` was set before. Raises MoonserveError."""
     if config.store == "mooncake":
-        return await mounted(gateways.ping, partial(_mount_mooncake, gateways, config, share), stop)
-    url = await _unless(stop, gateways.master(config.store_url))
+        return await mounted(
+            conductors.ping, partial(_mount_mooncake, conductors, config, share), stop
+        )
+    url = await _unless(stop, conductors.master(config.store_url))
     if url is None:
         return None
     rpc = HttpRpc(http, url, config.token)
     if not config.store_url:
-        gateways.follow_master(rpc.move)
+        conductors.follow_master(rpc.move)
     return await mounted(rpc.connect, partial(_mount, rpc, share), stop)
 
 
 async def _mount_mooncake(
-    gateways: Gateways, config: WorkerConfig, share: StoreSettings
+    conductors: Conductors, config: WorkerConfig, share: StoreSettings
 ) -> KVStore:
     """One attempt. Raises ConfigError where another attempt would fail too, else MoonserveError."""
     from moonserve.live.store.mooncake import MooncakeSettings, MooncakeStore
@@ -365,7 +367,7 @@ async def _mount_mooncake(
         protocol=share.mooncake_protocol,
         device=share.mooncake_device,
     )
-    return await MooncakeStore.open(settings, gateways.blocks)
+    return await MooncakeStore.open(settings, conductors.blocks)
 
 
 async def _mount(rpc: HttpRpc, share: StoreSettings) -> KVStore:

@@ -2,9 +2,9 @@
 
 instances/NAME   InstanceInfo: a moonserve worker, while it lives
 engines/NAME     InstanceSpec: an external engine, put there by its operator
-gateways/NAME    GatewayEntry
+conductors/NAME  ConductorEntry
 store/master     MasterEntry
-leaders/DUTY     the name of the gateway that has a duty, such as conductor
+leaders/DUTY     the name of the process that has a duty, such as conductor
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 INSTANCES = "instances/"
 ENGINES = "engines/"
-GATEWAYS = "gateways/"
+CONDUCTORS = "conductors/"
 MASTER = "store/master"
 DUTY = "conductor"
 """The duty of the Conductor that decides,"""
@@ -35,13 +35,15 @@ LEADER = f"leaders/{DUTY}"
 """and where its name is."""
 
 
-class GatewayEntry(msgspec.Struct, frozen=True):
-    """One gateway."""
+class ConductorEntry(msgspec.Struct, frozen=True):
+    """One process with a Conductor."""
 
     name: str
     epoch: int
-    """It differs at every start of the gateway."""
+    """It differs at every start of the process."""
     url: str
+    model: str = ""
+    """What its workers serve; empty: it has external engines."""
 
 
 class MasterEntry(msgspec.Struct, frozen=True):

@@ -27,6 +27,8 @@ class Callee(msgspec.Struct, frozen=True):
     """The setting that has its address."""
     away: type[MoonserveError]
     """The error if it is there, and cannot answer now."""
+    remedy: str = ""
+    """What to do if something else is there."""
 
 
 async def switched(
@@ -67,4 +69,5 @@ def _refusal(reply: ClientResponse, url: str, callee: Callee) -> MoonserveError:
         )
     if reply.status >= 500 or reply.status in _FOR_NOW:
         return callee.away(f"the {callee.what} {url} cannot answer: {said}")
-    return ConfigError(f"{url} is no {callee.what}: {said}", callee.field)
+    remedy = f"; {callee.remedy}" if callee.remedy and reply.status == 404 else ""
+    return ConfigError(f"{url} is no {callee.what}: {said}{remedy}", callee.field)

@@ -43,7 +43,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     store_url: str = ""
     """URL of the store's master; empty: the gateway's, or the one in the registry."""
     registry: str = ""
-    """Where all gateways register, such as etcd://127.0.0.1:2379; empty: only `gateway` exists."""
+    """Where the Conductor registers, such as etcd://127.0.0.1:2379; empty: it is at `gateway`."""
     store: Literal["embedded", "mooncake"] = "embedded"
     mooncake_master: str = ""
     """host:port; for mooncake."""

@@ -1,7 +1,7 @@
 """A worker's side of the control plane: join a gateway, beat, leave.
 
-live.worker.gateways has one GatewayMember per gateway. While a gateway is away, the worker keeps
-serving and keeps trying.
+live.worker.conductors has one GatewayMember per Conductor, which it reaches at a gateway or itself.
+While that is away, the worker keeps serving and keeps trying.
 """
 
 from __future__ import annotations

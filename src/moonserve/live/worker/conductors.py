@@ -1,7 +1,7 @@
-"""The gateways that a worker joins: the one of its settings, or all that a registry has.
+"""The Conductors that a worker joins: the one of its settings, or all that a registry has.
 
-The worker's process makes one Gateways. Each gateway is joined and beaten at its own pace, and gets
-all measurements. A gateway that is away, or refuses this worker, does not disturb the others.
+The worker's process makes one Conductors. Each Conductor is joined and beaten at its own pace, and
+gets all measurements. One that is away, or refuses this worker, does not disturb the others.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from moonserve.core.schedule.facts import InstanceInfo, InstanceLoad
 from moonserve.live.http.client import HttpClient
 from moonserve.live.ports import Registration, Registry
 from moonserve.live.registry.entries import (
-    GATEWAYS,
+    CONDUCTORS,
     INSTANCES,
-    GatewayEntry,
+    ConductorEntry,
     decoded,
     find_master,
     follow_master,
@@ -34,7 +34,7 @@ _REFUSED_S = 10.0
 _MASTER_S = 120.0
 
 
-class Gateways:
+class Conductors:
     """See the module. `run` until it is cancelled, then `leave`."""
 
     def __init__(
@@ -45,7 +45,7 @@ class Gateways:
         registry: Registry | None,
         times: BeatTimes = BeatTimes(),  # noqa: B008 - frozen
     ) -> None:
-        """url: of the only gateway, if there is no registry."""
+        """url: of the only one, if there is no registry."""
         self._times = times
         self._http = http
         self._token = token
@@ -53,9 +53,9 @@ class Gateways:
         self._only = GatewayClient(http, url, token)
         self._entry: Registration | None = None
         self._moving: asyncio.Task[None] | None = None
-        self._members: dict[GatewayEntry, GatewayMember] = {}
-        self._tasks: dict[GatewayEntry, asyncio.Task[None]] = {}
-        self._controls: dict[GatewayEntry, GatewayClient] = {}
+        self._members: dict[ConductorEntry, GatewayMember] = {}
+        self._tasks: dict[ConductorEntry, asyncio.Task[None]] = {}
+        self._controls: dict[ConductorEntry, GatewayClient] = {}
 
     async def master(self, store_url: str) -> str:
         """Return the URL of the store's master. Raises ConfigError."""
@@ -69,14 +69,14 @@ class Gateways:
             self._moving = asyncio.create_task(follow_master(self._registry, move))
 
     async def ping(self) -> None:
-        """Return if any gateway answers at all. Raises MoonserveError."""
+        """Return if any Conductor answers at all. Raises MoonserveError."""
         for control in await self._all():
             await control.ping()
             return
-        raise NobodyAlive("no gateway is in the registry yet")
+        raise NobodyAlive("no Conductor is in the registry yet")
 
     async def blocks(self, events: Sequence[BlockEvent]) -> None:
-        """Report blocks of Mooncake's pool to all gateways.
+        """Report blocks of Mooncake's pool to all Conductors.
 
         Raises MoonserveError unless all have received them; the call may be repeated then.
         """
@@ -88,18 +88,18 @@ class Gateways:
             return [self._only]
         if self._tasks:
             return list(self._controls.values())
-        found = decoded(await self._registry.read(GATEWAYS), GATEWAYS, GatewayEntry)
+        found = decoded(await self._registry.read(CONDUCTORS), CONDUCTORS, ConductorEntry)
         return [GatewayClient(self._http, entry.url, self._token) for entry in found.values()]
 
     async def run(
         self, info: InstanceInfo, load: Callable[[], InstanceLoad], joined: Callable[[str], None]
     ) -> None:
-        """Stay joined to all gateways for ever; `joined` is called with the URL at every join.
+        """Stay joined to all Conductors for ever; `joined` is called with the URL at every join.
 
-        Raises what `load` raises, and ConfigError if the only gateway refuses this worker.
+        Raises what `load` raises, and ConfigError if the only one refuses this worker.
         """
         if self._registry is None:
-            only = GatewayEntry("", 0, self._only.url)
+            only = ConductorEntry("", 0, self._only.url)
             self._members[only] = member = GatewayMember(self._only, info, load, self._times)
             await member.run(lambda: joined(self._only.url))
             return
@@ -123,9 +123,9 @@ class Gateways:
     async def _follow(
         self, registry: Registry, info: InstanceInfo, loads: Loads, joined: Callable[[str], None]
     ) -> None:
-        """Join gateways that appear; leave one that has disappeared once it does not answer."""
-        async for entries in registry.watch(GATEWAYS):
-            found = set(decoded(entries, GATEWAYS, GatewayEntry).values())
+        """Join Conductors that appear; leave one that has disappeared once it does not answer."""
+        async for entries in registry.watch(CONDUCTORS):
+            found = set(decoded(entries, CONDUCTORS, ConductorEntry).values())
             for entry, member in self._members.items():
                 member.wanted = entry in found
             for entry in sorted(found - self._tasks.keys(), key=lambda it: it.name):
@@ -136,7 +136,7 @@ class Gateways:
 
     async def _belong(
         self,
-        entry: GatewayEntry,
+        entry: ConductorEntry,
         member: GatewayMember,
         loads: Loads,
         joined: Callable[[str], None],
@@ -155,7 +155,7 @@ class Gateways:
             loads.over(entry)
 
     async def leave(self) -> None:
-        """Leave all gateways. One that is away notices by the missing beats."""
+        """Leave all Conductors. One that is away notices by the missing beats."""
         if self._moving is not None:
             self._moving.cancel()
         await asyncio.gather(*(member.leave() for member in self._members.values()))
@@ -164,18 +164,18 @@ class Gateways:
 
 
 class Loads:
-    """One worker's load for several gateways: each gets every sample once.
+    """One worker's load for several Conductors: each gets every sample once.
 
-    A gateway that appears later gets the newest ones, so that it knows the worker's costs.
+    A Conductor that appears later gets the newest ones, so that it knows the worker's costs.
     """
 
     def __init__(self, load: Callable[[], InstanceLoad]) -> None:
         self._load = load
         self._newest = InstanceLoad()
-        self._unsent: dict[GatewayEntry, InstanceLoad] = {}
+        self._unsent: dict[ConductorEntry, InstanceLoad] = {}
 
-    def of(self, entry: GatewayEntry) -> Callable[[], InstanceLoad]:
-        """Return the function that makes the content of that gateway's beats."""
+    def of(self, entry: ConductorEntry) -> Callable[[], InstanceLoad]:
+        """Return the function that makes the content of that Conductor's beats."""
         self._unsent[entry] = self._newest
 
         def load() -> InstanceLoad:
@@ -188,6 +188,6 @@ class Loads:
 
         return load
 
-    def over(self, entry: GatewayEntry) -> None:
-        """Keep nothing for that gateway any more."""
+    def over(self, entry: ConductorEntry) -> None:
+        """Keep nothing for that Conductor any more."""
         self._unsent.pop(entry, None)

@@ -1,4 +1,4 @@
-"""Several gateways and workers on one event loop, over a registry in memory."""
+"""Conductors and workers on one event loop, over a registry in memory."""
 
 from __future__ import annotations
 
@@ -14,34 +14,36 @@ from prometheus_client import CollectorRegistry
 from moonserve.core.errors import ConfigError, NobodyAlive, RegistryError, StoreError
 from moonserve.core.kv.facts import BlocksStored
 from moonserve.core.schedule.conductor import Conductor
-from moonserve.core.schedule.facts import InstanceInfo, InstanceLoad, Joined, PassSample, Promises
-from moonserve.core.units import BlockKey, InstanceId, RequestId
+from moonserve.core.schedule.facts import InstanceInfo, InstanceLoad, PassSample
+from moonserve.core.units import BlockKey
 from moonserve.live import tasks
 from moonserve.live.access.guard import Guard
-from moonserve.live.control import peers
+from moonserve.live.control import in_registry
 from moonserve.live.control.config import GatewayConfig
 from moonserve.live.control.control import Control, conductor_and_pool
+from moonserve.live.control.in_registry import InRegistry
+from moonserve.live.control.index_copy import INDEX_PATH, first_of
 from moonserve.live.control.join import Internal
 from moonserve.live.control.loop import ConductorLoop
-from moonserve.live.control.peers import PeerPromises, Several
 from moonserve.live.external.registry_engines import RegistryEngines
 from moonserve.live.external.spec import InstanceSpec
+from moonserve.live.fronts.road import road_of
 from moonserve.live.health import Health
 from moonserve.live.http.client import HttpClient
 from moonserve.live.http.message import HttpRequest, Response
 from moonserve.live.http.server import App, Server, serve
 from moonserve.live.kvevents.follower import Followers
 from moonserve.live.registry.entries import (
+    CONDUCTORS,
     ENGINES,
-    GATEWAYS,
     INSTANCES,
-    GatewayEntry,
+    ConductorEntry,
     decoded,
     find_master,
 )
 from moonserve.live.store.reports import POOL
-from moonserve.live.worker import gateways as worker_gateways
-from moonserve.live.worker.gateways import Gateways
+from moonserve.live.worker import conductors as worker_conductors
+from moonserve.live.worker.conductors import Conductors
 from moonserve.live.worker.join import BeatTimes
 from tests.support.cluster import info
 from tests.support.engines import Engine, rig
@@ -49,11 +51,10 @@ from tests.support.registry import MemoryRegistry, Shared
 
 TOKEN = "a-secret"
 KEYS = tuple(BlockKey(bytes([n // 256, n % 256])) for n in range(3_000))
-P0 = InstanceId("p0")
 
 
 class Site:
-    """Gateways of one registry, on real sockets."""
+    """Conductors of one registry, on real sockets."""
 
     def __init__(self) -> None:
         self.shared = Shared()
@@ -61,50 +62,57 @@ class Site:
         self.http = HttpClient()
         self._stack = contextlib.AsyncExitStack()
 
-    async def gateway(
-        self, name: str, known: Callable[[], Awaitable[object]] | None = None
-    ) -> Gate:
-        """Start one more gateway and register it."""
-        gate = Gate(self, known)
-        await gate.start(name)
-        self._stack.push_async_callback(gate.close)
-        return gate
+    async def conductor(
+        self,
+        name: str,
+        known: Callable[[], Awaitable[object]] | None = None,
+        token: str = TOKEN,
+        model: str = "m",
+    ) -> Place:
+        """Start one more Conductor and register it."""
+        place = Place(self, known, token, model)
+        self._stack.push_async_callback(place.close)
+        await place.start(name)
+        return place
 
     async def close(self) -> None:
-        """End all gateways."""
+        """End all Conductors."""
         await self._stack.aclose()
         await self.http.close()
 
 
-class Gate:
-    """The parts of a gateway that several gateways need."""
+class Place:
+    """The parts of a Conductor that a registry needs."""
 
-    def __init__(self, site: Site, known: Callable[[], Awaitable[object]] | None) -> None:
+    def __init__(
+        self,
+        site: Site,
+        known: Callable[[], Awaitable[object]] | None,
+        token: str = TOKEN,
+        model: str = "m",
+    ) -> None:
         self.loop = ConductorLoop(Conductor(), lambda lease: None)
-        self.internal = Internal(self.loop, ["m"])
-        registry = MemoryRegistry(site.shared)
-        self.several = Several(registry, self.loop, self.internal, site.http, TOKEN, known)
+        self.internal = Internal(self.loop, [model])
+        self.registry = MemoryRegistry(site.shared)
+        self.place = InRegistry(self.registry, self.loop, self.internal, site.http, token, known)
         self.server: Server | None = None
         self.url = ""
+        self._token, self._model = token, model
 
     async def start(self, name: str) -> None:
-        routes = self.internal.routes() | self.several.routes()
-        self.server = await serve(App(routes, gate=Guard(TOKEN)), "127.0.0.1", 0)
+        routes = self.internal.routes() | self.place.routes()
+        self.server = await serve(App(routes, gate=Guard(self._token)), "127.0.0.1", 0)
         self.url = f"http://127.0.0.1:{self.server.port}"
-        await self.several.start(GatewayEntry(name, 1, self.url))
+        await self.place.start(ConductorEntry(name, 1, self.url, self._model))
 
     def knows(self, name: str) -> bool:
-        """Whether this gateway knows that instance."""
+        """Whether this Conductor knows that instance."""
         return name in self.loop.core.view.instances
 
-    def queue_us(self) -> int:
-        """The promises for p0."""
-        return self.loop.core.view.instances[P0].queue_us(self.loop.now_us())
-
     async def close(self) -> None:
-        assert self.server is not None
-        await self.several.close()
-        await self.server.stop(0)
+        await self.place.close()
+        if self.server is not None:
+            await self.server.stop(0)
         self.loop.stop()
 
 
@@ -132,16 +140,16 @@ BAD = [b"\x91\xa2\xff\xfe", b"\x85\xa2id\xa2\xff\xfe", b"\x91" * 100_000, b"\xc1
 """Text that is no UTF-8, also in a field; arrays too deep; a byte that msgpack does not have."""
 
 
-@pytest.mark.parametrize("path", ["join", "beat", "leave", "blocks", "promises"])
+@pytest.mark.parametrize("path", ["join", "beat", "leave", "blocks"])
 def test_a_body_that_cannot_be_decoded_is_a_400(path: str) -> None:
     """Whatever the bytes are, the reply names the body; no trace is logged."""
 
     async def test(site: Site) -> None:
-        gate = await site.gateway("g1")
+        one = await site.conductor("g1")
         for body in BAD:
             reply = await site.http.request(
                 "POST",
-                f"{gate.url}/internal/{path}",
+                f"{one.url}/internal/{path}",
                 headers={"authorization": f"Bearer {TOKEN}"},
                 body=body,
                 timeout_s=5,
@@ -156,103 +164,115 @@ def test_an_entry_that_cannot_be_decoded_is_skipped(
     value: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The others are used; one line names it, however often the entries are read."""
-    good = GatewayEntry("g1", 1, "http://127.0.0.1:1")
-    entries = {GATEWAYS + "bad": value, GATEWAYS + "g1": msgspec.json.encode(good)}
+    good = ConductorEntry("g1", 1, "http://127.0.0.1:1")
+    entries = {CONDUCTORS + "bad": value, CONDUCTORS + "g1": msgspec.json.encode(good)}
     for _ in range(3):
-        assert decoded(entries, GATEWAYS, GatewayEntry) == {"g1": good}
-    [line] = [record for record in caplog.records if "gateways/bad" in record.message]
+        assert decoded(entries, CONDUCTORS, ConductorEntry) == {"g1": good}
+    [line] = [record for record in caplog.records if "conductors/bad" in record.message]
     assert line.levelname == "WARNING"
 
 
-def test_what_one_promises_counts_for_the_other_until_it_ends_or_is_silent(
+def test_a_cluster_has_one_conductor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second one is refused with the remedy; so are those of another model or another token,
+    which are other clusters. One that died is waited for, and the first may come back."""
+    monkeypatch.setattr(in_registry, "_AGAIN_S", 0.05)
+
+    async def test(site: Site) -> None:
+        one = await site.conductor("g1")
+        await until(lambda: one.loop.core.hot.leads)
+        for token, model, why in (
+            (
+                TOKEN,
+                "m",
+                f"registry: has a Conductor at {one.url} already, .* gateways with --conductor",
+            ),
+            (
+                TOKEN,
+                "other",
+                f"registry: has a Conductor at {one.url} for m already, not for o",
+            ),
+            (
+                "another",
+                "m",
+                f"token: is not that of the Conductor at {one.url}, .* set MOONSERVE",
+            ),
+        ):
+            with pytest.raises(ConfigError, match=why):
+                await site.conductor("g2", token=token, model=model)
+        assert list(await site.registry.read(CONDUCTORS)) == ["conductors/g1"]
+        assert one.place.leads
+        assert one.server is not None
+        await one.server.stop(0)  # it died: its entry is there for some time
+        starting = asyncio.create_task(site.conductor("g3"))
+        await asyncio.sleep(0.2)
+        assert not starting.done()
+        await one.registry.close()
+        three = await starting
+        await until(lambda: three.loop.core.hot.leads)
+        again = await site.conductor("g3")
+        await until(lambda: again.place.gathered.is_set())
+
+    run(test)
+
+
+def test_a_conductor_that_does_not_answer_is_waited_for_only_so_long(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Promises reach the views of other gateways at once; those of a dead gateway end."""
-    monkeypatch.setattr(peers, "_SILENT_S", 0.5)
+    """It renews its entry: the start ends with its address."""
+    monkeypatch.setattr(in_registry, "_GONE_S", 0.1)
+    monkeypatch.setattr(in_registry, "_AGAIN_S", 0.02)
 
     async def test(site: Site) -> None:
-        await site.registry.register(INSTANCES + "p0", msgspec.json.encode(info("p0", "prefill")))
-        one, other = await site.gateway("g1"), await site.gateway("g2")
-        await until(lambda: one.knows("p0") and other.knows("p0"))
-        view = one.loop.core.view.instances[P0]
-        view.promise_prefill(RequestId("r"), 60_000_000, 10, one.loop.now_us())
-        await until(lambda: other.queue_us() > 50_000_000)
-        assert other.loop.core.promised().prefills == 0, "the ledger is its own"
-        view.end_prefill(RequestId("r"), one.loop.now_us())
-        await until(lambda: other.queue_us() == 0)
-        view.promise_prefill(RequestId("r"), 60_000_000, 10, one.loop.now_us())
-        await until(lambda: other.queue_us() > 50_000_000)
-        for task in one.several._peers.values():
-            task.cancel()  # as if it hung; its entry is still there
-        await until(lambda: other.queue_us() == 0)
+        entry = ConductorEntry("g0", 1, "http://127.0.0.1:1", "m")
+        await site.registry.put(CONDUCTORS + "g0", msgspec.json.encode(entry))
+        with pytest.raises(ConfigError, match=r"registry: has a Conductor at http://127.0.0.1:1 t"):
+            await site.conductor("g1")
 
     run(test)
 
 
-def test_a_gateway_that_left_has_promised_nothing_and_an_older_start_is_not_heard() -> None:
-    """Promises end with the gateway's entry; a late message of an older start has no effect."""
+def test_a_front_finds_the_conductor_that_leads() -> None:
+    """It reads the leader's name and its entry; while the registry is away, it knows the last."""
 
     async def test(site: Site) -> None:
-        one = await site.gateway("g1")
-        one.loop.tell(Joined(info("p0", "prefill")))
-        await until(lambda: one.knows("p0"))
-        entry = await site.registry.register(
-            GATEWAYS + "g9", msgspec.json.encode(GatewayEntry("g9", 7, "http://127.0.0.1:9"))
-        )
+        registry = MemoryRegistry(site.shared)
+        road = road_of("etcd://e", TOKEN, None, registry)
+        with pytest.raises(NobodyAlive, match="no Conductor leads in the registry"):
+            await road.find()
+        one = await site.conductor("g1")
+        assert await road.find() == one.url
 
-        async def say(epoch: int, queue_us: int) -> None:
-            row = Promises(P0, 1, queue_us, 1, 0, 0, 0, 0)
-            body = msgspec.msgpack.encode(PeerPromises("g9", epoch, (row,)))
-            url, headers = f"{one.url}/internal/promises", {"authorization": f"Bearer {TOKEN}"}
-            reply = await site.http.request("POST", url, headers=headers, body=body, timeout_s=2)
-            assert reply.status == 200
-            await asyncio.sleep(0)
+        async def away(prefix: str) -> dict[str, bytes]:
+            raise RegistryError("etcd is away")
 
-        await until(lambda: one.several._peers)
-        await say(7, 10**8)
-        assert one.queue_us() > 10**7
-        await say(6, 10**9)
-        assert one.queue_us() < 2 * 10**8
-        await entry.close()
-        await until(lambda: one.queue_us() == 0)
-        refused = await site.http.request(
-            "POST", f"{one.url}/internal/promises", body=b"", timeout_s=2
-        )
-        assert refused.status == 401
+        registry.read = away  # type: ignore[method-assign]
+        assert await road.find() == one.url
+        with pytest.raises(NobodyAlive, match="etcd is away"):
+            await road_of("etcd://e", TOKEN, None, registry).find()
+        await road.close()
 
     run(test)
 
 
-def test_one_leads_and_when_it_leaves_the_other_does() -> None:
-    """One gateway at a time leads; only the leader copies hot prefixes."""
+def test_an_index_is_taken_over_whole() -> None:
+    """The blocks of Mooncake's pool come from another Conductor; reported twice they count once."""
 
     async def test(site: Site) -> None:
-        one, other = await site.gateway("g1"), await site.gateway("g2")
-        await until(lambda: one.loop.core.hot.leads and not other.loop.core.hot.leads)
-        await one.several.close()
-        await until(lambda: other.loop.core.hot.leads and not one.loop.core.hot.leads)
-
-    run(test)
-
-
-def test_a_newcomer_takes_over_what_nobody_else_would_tell_it() -> None:
-    """The blocks of Mooncake's pool are taken over whole, and reported twice they count once."""
-
-    async def test(site: Site) -> None:
-        one = await site.gateway("g1")
+        one = await site.conductor("g1")
         stored = BlocksStored(POOL, KEYS, None, "dram", 0)
         one.internal.seen([stored])
         await until(lambda: len(one.loop.core.index) == len(KEYS))
-        other = await site.gateway("g2")
-        assert other.several.not_ready
-        await other.several.gathered.wait()
-        assert other.several.index == f"{len(KEYS)} blocks from {one.url}"
+        other = Place(site, None)
+        take = lambda event: other.internal.seen([event])  # noqa: E731
+        told = await first_of(site.http, [one.url], TOKEN, take)
+        assert told == f"{len(KEYS)} blocks from {one.url}"
         index = other.loop.core.index
         await until(lambda: len(index) == len(KEYS))
         assert index.match(KEYS).by_holder == {POOL: len(KEYS)}
         other.internal.seen([stored])
         await asyncio.sleep(0.01)
         assert index.inventory(POOL) == [(KEYS, None, "dram", 0)]
+        other.loop.stop()
 
     run(test)
 
@@ -266,12 +286,12 @@ def test_a_registry_that_is_away_at_the_start_keeps_nobody_from_serving(
         raise RegistryError("etcd is away")
 
     async def test(site: Site) -> None:
-        one = Gate(site, None)
+        one = Place(site, None)
         monkeypatch.setattr(MemoryRegistry, "read", away)
-        gathering = asyncio.create_task(one.several._gather())
-        await one.several.gathered.wait()
-        assert one.several.index == "incomplete: etcd is away"
-        assert not one.several.not_ready
+        gathering = asyncio.create_task(one.place._gather())
+        await one.place.gathered.wait()
+        assert one.place.index == "incomplete: etcd is away"
+        assert not one.place.not_ready
         await gathering
 
     run(test)
@@ -280,46 +300,43 @@ def test_a_registry_that_is_away_at_the_start_keeps_nobody_from_serving(
 def test_a_bug_in_a_task_of_the_registry_does_not_end_it(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A failed task is logged and goes on: gateways that come later are found."""
+    """A failed task is logged and goes on: workers that come later are found."""
     monkeypatch.setattr(tasks, "_AGAIN_S", 0.01)
 
     async def test(site: Site) -> None:
-        one = await site.gateway("one")
-        follow, failed = peers.decoded, list[str]()
+        one = await site.conductor("one")
+        follow, failed = in_registry.decoded, list[str]()
 
         def fails(entries: Any, prefix: str, shape: Any) -> Any:
-            if prefix == GATEWAYS and not failed:
+            if prefix == INSTANCES and not failed:
                 failed.append(prefix)
                 raise RuntimeError("a bug")
             return follow(entries, prefix, shape)
 
-        monkeypatch.setattr(peers, "decoded", fails)
-        await site.gateway("two")
-        while not one.several._peers:
-            await asyncio.sleep(0.01)
+        monkeypatch.setattr(in_registry, "decoded", fails)
+        await site.registry.put(INSTANCES + "p0", msgspec.json.encode(info("p0", "prefill")))
+        await until(lambda: one.knows("p0"))
         assert "a bug" in caplog.text
 
     run(test)
 
 
 @pytest.mark.parametrize("body", [b"", b"\x05\x00\x00\x00oops!", b"\xff\xff\xff\x7f", b"\x05\x00"])
-def test_a_peer_that_tells_nonsense_keeps_nobody_from_serving(body: bytes) -> None:
-    """A faulty peer is named and the next one asked; without one the index is incomplete."""
+def test_a_conductor_that_tells_nonsense_is_named_and_the_next_one_asked(body: bytes) -> None:
+    """Without a next one the index is incomplete."""
 
     async def test(site: Site) -> None:
         async def index(request: HttpRequest) -> Response:
             return Response(body=body)
 
-        server = await serve(App({("GET", peers.INDEX_PATH): index}), "127.0.0.1", 0)
+        server = await serve(App({("GET", INDEX_PATH): index}), "127.0.0.1", 0)
         url = f"http://127.0.0.1:{server.port}"
-        entry = GatewayEntry("g0", 1, url)
-        await site.registry.register(GATEWAYS + "g0", msgspec.json.encode(entry))
-        one = await site.gateway("g1")
-        await one.several.gathered.wait()
-        assert one.several.index.startswith(f"incomplete: {url}/internal/index")
-        other = await site.gateway("g2")
-        await other.several.gathered.wait()
-        assert other.several.index == f"0 blocks from {one.url}"
+        one = await site.conductor("g1")
+        take = lambda event: None  # noqa: E731
+        told = await first_of(site.http, [url], TOKEN, take)
+        assert told.startswith(f"incomplete: {url}/internal/index")
+        told = await first_of(site.http, [url, one.url], TOKEN, take)
+        assert told == f"0 blocks from {one.url}"
         await server.stop(0)
 
     run(test)
@@ -329,17 +346,17 @@ def test_an_index_that_does_not_come_is_waited_for_only_so_long(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """After the deadline the gateway serves with the index that it has, and reports it."""
-    monkeypatch.setattr(peers, "_BOOT_S", 0.05)
+    monkeypatch.setattr(in_registry, "_BOOT_S", 0.05)
 
     async def test(site: Site) -> None:
-        one = await site.gateway("g1", asyncio.Event().wait)
-        assert one.several.not_ready
-        await one.several.gathered.wait()
-        assert one.several.not_ready == ""
-        assert one.several.index.startswith("incomplete")
-        metrics = {m.name: m.samples[0].value for m in one.several.metrics()}
+        one = await site.conductor("g1", asyncio.Event().wait)
+        assert one.place.not_ready
+        await one.place.gathered.wait()
+        assert one.place.not_ready == ""
+        assert one.place.index.startswith("incomplete")
+        metrics = {m.name: m.samples[0].value for m in one.place.metrics()}
         assert metrics["moonserve_index_complete"] == 0
-        assert metrics["moonserve_gateway_leads"] == 1
+        assert metrics["moonserve_conductor_leads"] == 1
 
     run(test)
 
@@ -361,7 +378,7 @@ def test_entries_that_cannot_be_used_are_named_and_the_others_are_used(
             ),
         }
         await site.registry.put(INSTANCES + "p1", entries["p1"])
-        one = await site.gateway("g1")
+        one = await site.conductor("g1")
         await until(lambda: one.knows("p1"))
         for name, entry in entries.items():
             await site.registry.put(INSTANCES + name, entry)
@@ -422,7 +439,7 @@ class Listener:
         self.answer = answer
         self.server: Server | None = None
 
-    async def start(self, site: Site, name: str) -> GatewayEntry:
+    async def start(self, site: Site, name: str) -> ConductorEntry:
         paths = ("join", "beat", "leave", "blocks")
         routes = {("POST", f"/internal/{what}"): self._note for what in paths}
 
@@ -430,7 +447,7 @@ class Listener:
             return Response()
 
         self.server = await serve(App(routes | {("GET", "/health"): health}), "127.0.0.1", 0)
-        return GatewayEntry(name, 1, f"http://127.0.0.1:{self.server.port}")
+        return ConductorEntry(name, 1, f"http://127.0.0.1:{self.server.port}")
 
     async def _note(self, request: HttpRequest) -> Response:
         what = request.path.rpartition("/")[2]
@@ -445,11 +462,11 @@ class Listener:
 @contextlib.asynccontextmanager
 async def worker(
     site: Site, load: Callable[[], InstanceLoad], joined: list[str]
-) -> AsyncIterator[tuple[Gateways, InstanceInfo]]:
+) -> AsyncIterator[tuple[Conductors, InstanceInfo]]:
     """A worker's membership, running; at the end it leaves."""
     registry = MemoryRegistry(site.shared)
     times = BeatTimes(beat_s=0.05)
-    gateways = Gateways(site.http, TOKEN, "http://127.0.0.1:1", registry, times)
+    gateways = Conductors(site.http, TOKEN, "http://127.0.0.1:1", registry, times)
     who = info("p0", "prefill")
     running = asyncio.create_task(gateways.run(who, load, joined.append))
     try:
@@ -478,7 +495,7 @@ def test_a_worker_joins_all_gateways_there_are_and_each_hears_every_pass() -> No
         one, other, late = Listener(), Listener(409), Listener()
         entries = [await it.start(site, f"g{n}") for n, it in enumerate((one, other, late))]
         kept = [
-            await site.registry.register(GATEWAYS + it.name, msgspec.json.encode(it))
+            await site.registry.register(CONDUCTORS + it.name, msgspec.json.encode(it))
             for it in entries[:2]
         ]
         joined: list[str] = []
@@ -488,7 +505,7 @@ def test_a_worker_joins_all_gateways_there_are_and_each_hears_every_pass() -> No
             assert joined == [entries[0].url]
             stored = await site.registry.read(INSTANCES)
             assert msgspec.json.decode(stored["instances/p0"], type=InstanceInfo) == who
-            await site.registry.put(GATEWAYS + "g2", msgspec.json.encode(entries[2]))
+            await site.registry.put(CONDUCTORS + "g2", msgspec.json.encode(entries[2]))
             await until(lambda: len(late.heard("beat")) >= 2)
             for listener in (one, late):
                 told = [
@@ -500,7 +517,7 @@ def test_a_worker_joins_all_gateways_there_are_and_each_hears_every_pass() -> No
                 assert len(told) >= 2
             assert late.server is not None
             await late.server.stop(0)
-            await site.registry.remove(GATEWAYS + "g2")
+            await site.registry.remove(CONDUCTORS + "g2")
             await until(lambda: entries[2] not in gateways._tasks)
             await kept[0].close()
             beats = len(one.heard("beat"))
@@ -518,13 +535,13 @@ def test_what_a_worker_saw_of_a_foreign_pool_all_gateways_are_told() -> None:
     """A report that misses a gateway is an error, so that it is repeated; so is one to none."""
 
     async def test(site: Site) -> None:
-        gateways = Gateways(site.http, TOKEN, "http://127.0.0.1:1", MemoryRegistry(site.shared))
+        gateways = Conductors(site.http, TOKEN, "http://127.0.0.1:1", MemoryRegistry(site.shared))
         with pytest.raises(NobodyAlive):
             await gateways.ping()
         one, other = Listener(), Listener()
         for n, it in enumerate((one, other)):
             entry = await it.start(site, f"g{n}")
-            await site.registry.put(GATEWAYS + entry.name, msgspec.json.encode(entry))
+            await site.registry.put(CONDUCTORS + entry.name, msgspec.json.encode(entry))
         await gateways.ping()
         events = [BlocksStored(POOL, KEYS[:2], None, "dram", 0)]
         await gateways.blocks(events)
@@ -551,8 +568,8 @@ def test_a_worker_that_cannot_serve_any_more_says_so_whoever_listens() -> None:
 
         one = Listener()
         entry = await one.start(site, "g0")
-        await site.registry.put(GATEWAYS + "g0", msgspec.json.encode(entry))
-        gateways = Gateways(site.http, TOKEN, "http://127.0.0.1:1", site.registry)
+        await site.registry.put(CONDUCTORS + "g0", msgspec.json.encode(entry))
+        gateways = Conductors(site.http, TOKEN, "http://127.0.0.1:1", site.registry)
         with pytest.raises(Broken):
             await gateways.run(info("p0", "prefill"), load, print)
         await gateways.leave()
@@ -564,12 +581,12 @@ def test_a_worker_that_cannot_serve_any_more_says_so_whoever_listens() -> None:
 
 def test_refusals_are_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker tries an address again where a gateway had refused it."""
-    monkeypatch.setattr(worker_gateways, "_REFUSED_S", 0.05)
+    monkeypatch.setattr(worker_conductors, "_REFUSED_S", 0.05)
 
     async def test(site: Site) -> None:
         one = Listener(409)
         entry = await one.start(site, "g0")
-        await site.registry.put(GATEWAYS + "g0", msgspec.json.encode(entry))
+        await site.registry.put(CONDUCTORS + "g0", msgspec.json.encode(entry))
         joined: list[str] = []
         async with worker(site, InstanceLoad, joined):
             await until(lambda: len(one.heard("join")) >= 2)
