@@ -7,6 +7,7 @@ from moonserve.core.kv.facts import BlocksStored
 from moonserve.core.kv.keys import chain_keys
 from moonserve.core.request import Request, Slo
 from moonserve.core.schedule.actions import Abort, Action, Decode, GiveUp, Prefill, Refuse, Release
+from moonserve.core.schedule.adoption import Tracked
 from moonserve.core.schedule.conductor import PAUSE_US, Conductor
 from moonserve.core.schedule.facts import (
     Arrived,
@@ -432,3 +433,99 @@ def test_facts_of_one_instant_are_taken_in_a_fixed_order() -> None:
     assert isinstance(second, Prefill)
     assert [first.request, second.request] == ["a", "b"]
     assert (first.to.id, first.decision.reused_tokens) == ("p1", 40)
+
+
+def tracked(conductor: Conductor) -> tuple[Tracked, Prefill]:
+    """A request that this Conductor has placed, as its driver keeps it for another one."""
+    fact = arrived()
+    kept = Tracked(msgspec.structs.replace(fact.request, prompt=()), fact.keys)
+    prefill = placed(conductor.step(1, [fact]))
+    kept.acted(prefill, 1)
+    return kept, prefill
+
+
+def test_another_conductor_goes_on_with_a_prefill() -> None:
+    """It promises the same, keeps the number of the call, and frees every lease at the end."""
+    first, second = cluster("p0", "d0"), cluster("p0", "d0")
+    kept, prefill = tracked(first)
+    assert second.step(5, [kept.adopted()]) == []
+    assert second.promised() == first.promised()
+    [decode] = second.step(6, [PrefillEnded(R, prefill.number, final=False)])
+    assert isinstance(decode, Decode)
+    assert decode.number == prefill.number + 1
+    assert second.step(7, [DecodeEnded(R, decode.number)]) == [Release(R, (prefill.number,))]
+    assert second.promised() == NOTHING
+
+
+def test_a_fact_that_the_first_conductor_took_in_is_repeated() -> None:
+    """Its answer may be lost with it: the second one answers the same fact again."""
+    first, second = cluster("p0", "d0"), cluster("p0", "d0")
+    kept, prefill = tracked(first)
+    fact = PrefillEnded(R, prefill.number, final=False)
+    kept.told(fact)
+    first.step(2, [fact])
+    [decode] = second.step(5, [kept.adopted(), *kept.facts])
+    assert isinstance(decode, Decode)
+    assert second.promised() == Promised(1, 0, 0, 1)
+
+
+def test_a_decode_is_adopted_with_the_tokens_that_it_should_have() -> None:
+    """Its length counts from when it began, not from when it was adopted."""
+    first, second = cluster("p0", "d0"), cluster("p0", "d0")
+    kept, prefill = tracked(first)
+    fact = PrefillEnded(R, prefill.number, final=False)
+    kept.told(fact)
+    [decode] = first.step(2, [fact])
+    assert isinstance(decode, Decode)
+    kept.acted(decode, 2)
+    assert not kept.facts
+    second.step(10_000_000, [kept.adopted()])
+    now = second.view.instances[InstanceId("d0")].residencies
+    then = first.view.instances[InstanceId("d0")].residencies
+    step_us = first.view.instances[InstanceId("d0")].cost.step_us
+    passes = then.passes(10_000_000, step_us) - then.active[R].began_tokens
+    assert passes > 0
+    assert -now.active[R].began_tokens == pytest.approx(passes)
+    assert second.promised() == Promised(1, 0, 0, 1)
+
+
+def test_a_request_adopted_twice_is_counted_once() -> None:
+    """A front may connect twice to one Conductor."""
+    first, second = cluster("p0", "d0"), cluster("p0", "d0")
+    kept, _ = tracked(first)
+    second.step(5, [kept.adopted()])
+    second.step(6, [kept.adopted()])
+    assert second.promised() == first.promised()
+    second.step(7, [ClientGone(R)])
+    assert second.promised() == NOTHING
+
+
+def test_an_adopted_request_waits_for_its_instances() -> None:
+    """What it needs of an instance is promised when that joins; a decode waits for its instance."""
+    first, second = cluster("p0", "d0"), cluster("p0")
+    kept, prefill = tracked(first)
+    second.step(5, [kept.adopted()])
+    assert second.promised().prefills == 1
+    assert second.promised().decodes == 0
+    assert second.step(6, [PrefillEnded(R, prefill.number, final=False)]) == []
+    [decode] = second.step(7, [Joined(info("d0", "decode"))])
+    assert isinstance(decode, Decode)
+    assert second.promised() == Promised(1, 0, 0, 1)
+
+
+def test_an_instance_that_does_not_join_is_lost() -> None:
+    """After the time that makes an instance dead, the call to it is aborted."""
+    first, second = cluster("p0", "d0"), cluster("d0")
+    kept, prefill = tracked(first)
+    second.step(5, [kept.adopted(), Tick()])
+    late_us = 5
+    actions: list[Action] = []
+    while not actions:
+        late_us += 1_000_000
+        actions = second.step(late_us, [Beat(InstanceId("d0"), 1, InstanceLoad()), Tick()])
+    assert late_us > second.tuning.dead_after_us
+    [abort] = actions
+    assert isinstance(abort, Abort)
+    assert abort.number == prefill.number
+    assert fail(second, prefill, late_us + 1) == []  # it waits for an instance to join
+    assert second.promised() == Promised(1, 0, 0, 0)

@@ -1,5 +1,6 @@
 """Laws of the Conductor under any policy and any history of requests, instances and failures."""
 
+from collections.abc import Iterable
 from itertools import pairwise
 from random import Random
 
@@ -12,6 +13,7 @@ from moonserve.core.kv.facts import BlocksStored
 from moonserve.core.kv.keys import chain_keys
 from moonserve.core.request import Request, Slo
 from moonserve.core.schedule.actions import Abort, Action, Decode, GiveUp, Prefill, Refuse, Release
+from moonserve.core.schedule.adoption import FactOfRequest, StepFact, Tracked
 from moonserve.core.schedule.conductor import PAUSE_US, Conductor
 from moonserve.core.schedule.cost import LAPTOP_PASS, Cost
 from moonserve.core.schedule.facts import (
@@ -79,6 +81,10 @@ class ConductorMachine(RuleBasedStateMachine):
         """Members of each group that are not done, but for the last."""
         self.idle: set[RequestId] = set()
         """Those with no call out: they wait for an instance to be free, or to join."""
+        self.tracked: dict[RequestId, Tracked] = {}
+        """What the driver keeps of each, for another Conductor."""
+        self.numbers: dict[RequestId, int] = {}
+        """Of the last call."""
 
     @initialize(
         policy=st.sampled_from([*POLICIES, *["late_binding"] * len(POLICIES)]),
@@ -96,6 +102,7 @@ class ConductorMachine(RuleBasedStateMachine):
         self.tuning = Tuning(policy=policy, slo=slo, **more)  # type: ignore[arg-type]
         cost = LAPTOP_PASS if self.tuning.cpp == 1 else CHEAP_PASS
         self.conductor = Conductor(self.tuning, Random(1), lambda info: Cost(cost, (200, 0.0005)))
+        self.step(Tick())
         if crowd:
             for name in ["p0", "d0", "p1", "p2"][: 2 if self.tuning.cpp == 1 else 4]:
                 self.join(name)
@@ -104,6 +111,19 @@ class ConductorMachine(RuleBasedStateMachine):
 
     def step(self, *facts: Fact) -> None:
         """Hand facts over and execute the actions."""
+        self.track(facts)
+        self.take(*facts)
+
+    def track(self, facts: Iterable[Fact]) -> None:
+        """Keep what the driver reports."""
+        for fact in facts:
+            if isinstance(fact, Arrived):
+                self.tracked[fact.request.id] = Tracked(fact.request, fact.keys)
+            elif isinstance(fact, FactOfRequest) and fact.request in self.tracked:
+                self.tracked[fact.request].told(fact)
+
+    def take(self, *facts: StepFact) -> None:
+        """As `step`, without keeping the facts."""
         self.now_us += 1
         actions = self.conductor.step(self.now_us, facts)
         self.check_order(actions)
@@ -138,6 +158,10 @@ class ConductorMachine(RuleBasedStateMachine):
     def do(self, action: Action) -> None:
         """Every action is for an open request; each is released exactly once, last of all."""
         assert action.request in self.open, action
+        if isinstance(action, Prefill | Decode):
+            assert action.number > self.numbers.get(action.request, 0), "numbers never go back"
+            self.numbers[action.request] = action.number
+            self.tracked[action.request].acted(action, self.now_us)
         match action:
             case Prefill():
                 self.idle.discard(action.request)
@@ -151,9 +175,11 @@ class ConductorMachine(RuleBasedStateMachine):
                 self.idle.discard(action.request)
                 self.calls[action.request] = action
             case Abort():
-                call = self.calls.pop(action.request)
-                assert call.number == action.number
-                self.fail(call)
+                call = self.calls.pop(action.request, None)
+                assert call is not None or self.tracked[action.request].facts, "it had ended"
+                if call is not None:
+                    assert call.number == action.number
+                    self.fail(call)
             case Refuse():
                 assert self.attempts[action.request] == 0, "work was spent on it"
                 assert action.request not in self.calls
@@ -165,6 +191,7 @@ class ConductorMachine(RuleBasedStateMachine):
                 self.idle.discard(action.request)
                 assert action.numbers == tuple(self.leases.pop(action.request))
                 del self.open[action.request]
+                del self.tracked[action.request]
 
     def check_end(self, request: RequestId) -> None:
         """A stream that has begun is given up only if decode gave no token for 30 s, or if no pair
@@ -315,7 +342,8 @@ class ConductorMachine(RuleBasedStateMachine):
             del self.calls[request]
             self.fail(call, how == "unreachable")
         elif isinstance(call, Prefill) and call.decision.joint and how == "done":
-            self.step(PrefillEnded(request, call.number, final=False))
+            if not self.tracked[request].facts:
+                self.step(PrefillEnded(request, call.number, final=False))
             assert self.calls.pop(request) is call, "a call that does all of it goes on"
             self.step(DecodeEnded(request, call.number, tokens=7))
         elif isinstance(call, Prefill):
@@ -326,6 +354,53 @@ class ConductorMachine(RuleBasedStateMachine):
         else:
             del self.calls[request]
             self.step(DecodeEnded(request, call.number, tokens=7))
+
+    @rule(name=st.sampled_from(NAMES))
+    def join_again(self, name: str) -> None:
+        """An instance joins once more with the epoch that it has, as at a Conductor that has not
+        known it."""
+        if name in self.epochs:
+            self.step(Joined(self.described(name)))
+
+    @rule(data=st.data(), lost=st.booleans(), twice=st.booleans())
+    def another_leads(self, data: st.DataObject, lost: bool, twice: bool) -> None:
+        """The Conductor is gone; another one, which knows some of the instances, adopts all lives.
+
+        lost: a call ends just then, and what the Conductor makes of it does not reach the driver.
+        """
+        if lost and self.calls:
+            request = data.draw(st.sampled_from(sorted(self.calls)))
+            self.lose_answer(self.calls[request])
+        knows = data.draw(st.sets(st.sampled_from(NAMES)))
+        known = [view.info for view in self.conductor.view.instances.values()]
+        cost = LAPTOP_PASS if self.tuning.cpp == 1 else CHEAP_PASS
+        self.conductor = Conductor(self.tuning, Random(1), lambda info: Cost(cost, (200, 0.0005)))
+        facts: list[StepFact] = [Joined(info) for info in known if info.id in knows]
+        for request, tracked in self.tracked.items():
+            self.failures[request] = 0
+            if tracked.is_placed:
+                facts += [tracked.adopted()] * (1 + twice)
+                facts += tracked.facts
+            else:
+                facts.append(Arrived(tracked.request, tracked.keys))
+        self.take(*facts, Tick())
+
+    def lose_answer(self, call: Prefill | Decode) -> None:
+        """A call ends, and the Conductor takes that in, but its actions are lost with it."""
+        request = call.request
+        if isinstance(call, Prefill) and not call.decision.joint:
+            del self.calls[request]
+            self.idle.add(request)
+            self.known[request] += self.resumes
+            fact: Fact = PrefillEnded(request, call.number, final=False)
+        elif isinstance(call, Prefill) and not self.tracked[request].facts:
+            fact = PrefillEnded(request, call.number, final=False)
+        else:
+            del self.calls[request]
+            self.idle.add(request)
+            fact = DecodeEnded(request, call.number, tokens=7)
+        self.track([fact])
+        self.conductor.step(self.now_us, [fact])
 
     @precondition(lambda self: self.stages)
     @rule(data=st.data(), stale=st.booleans())
@@ -374,9 +449,10 @@ class ConductorMachine(RuleBasedStateMachine):
 
     @invariant()
     def an_idle_cluster_keeps_nobody_waiting(self) -> None:
-        """With no call out and instances that can serve, no request waits, unless it pauses."""
+        """With no call out and instances that can serve, no request waits, unless it pauses, or an
+        instance that was to decode it has not joined the present Conductor yet."""
         if self.able() and not self.calls:
-            assert len(self.idle) == self.paused()
+            assert len(self.idle - self.conductor._unknown.keys()) == self.paused()
 
     def paused(self) -> int:
         """How many requests pause; all of them have tokens, and the Conductor wakes for each."""
@@ -393,6 +469,8 @@ class ConductorMachine(RuleBasedStateMachine):
         self.step(*[ClientGone(request) for request in sorted(self.open)])
         assert self.conductor.promised() == Promised(0, 0, 0, 0)
         assert not self.open
+        assert not self.conductor._held
+        assert not self.conductor._unknown
 
 
 class ForeignMachine(ConductorMachine):

@@ -13,11 +13,21 @@ from prometheus_client import generate_latest
 from moonserve.core.errors import StoreError
 from moonserve.core.kv.facts import BlocksRemoved, BlocksStored
 from moonserve.core.request import Request, Slo
-from moonserve.core.schedule.actions import Action, GiveUp, Prefill, Refuse, Spread
+from moonserve.core.schedule.actions import Action, Decode, GiveUp, Prefill, Refuse, Spread
+from moonserve.core.schedule.adoption import Tracked
 from moonserve.core.schedule.conductor import Conductor
-from moonserve.core.schedule.facts import Fact, Joined, PrefillEnded, SpreadUpTo
+from moonserve.core.schedule.facts import DecodeEnded, Fact, Joined, PrefillEnded, SpreadUpTo
 from moonserve.core.schedule.tuning import Tuning
-from moonserve.core.units import MICROS_PER_SECOND, BlockKey, LeaseId, Micros, RequestId, SegmentId
+from moonserve.core.schedule.view import Promised
+from moonserve.core.units import (
+    MICROS_PER_SECOND,
+    BlockKey,
+    LeaseId,
+    Micros,
+    RequestId,
+    SegmentId,
+    lease_of,
+)
 from moonserve.live.control import loop as module
 from moonserve.live.control.loop import ConductorLoop
 from moonserve.live.control.views import Figures, conductor_metrics, explain
@@ -149,6 +159,37 @@ def test_a_served_request_has_a_record_with_both_times() -> None:
         assert record.ttft_us is not None
         assert record.ttft_us > 0
         assert (record.tbt_us, record.cached_tokens, record.outcome) == (1_234, 4, "length")
+
+    run(test)
+
+
+def test_an_adopted_request_has_a_record_and_its_actions_go_to_its_inbox() -> None:
+    """As if this loop had placed it; the leases of its earlier calls are released at the end."""
+
+    async def test() -> None:
+        first, _ = loop_of()
+        kept = Tracked(Request(R, "m", 41), ())
+        [prefill] = await inbox_of(first, Slo())
+        assert isinstance(prefill, Prefill)
+        kept.acted(prefill, first.now_us())
+        kept.told(PrefillEnded(R, 1, final=False))
+        second, released = loop_of()
+        inbox: asyncio.Queue[Action] = asyncio.Queue()
+        second.adopt(kept.adopted(), kept.facts, inbox)
+        assert second.known(R)
+        decode = await inbox.get()
+        assert isinstance(decode, Decode)
+        record = second.records[R]
+        assert (record.outcome, record.attempts, record.decision) == (
+            "running",
+            1,
+            prefill.decision,
+        )
+        second.tell(DecodeEnded(R, decode.number, 7))
+        await asyncio.sleep(0.01)
+        assert [str(it) for it in released] == [str(lease_of(R, 1))]
+        assert second.promised() == Promised(0, 0, 0, 0)
+        assert second.account.good == 1
 
     run(test)
 

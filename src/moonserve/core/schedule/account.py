@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterable
 
 from moonserve.core.request import Request, Slo
 from moonserve.core.schedule.actions import Action, Decode, GiveUp, Prefill, Refuse, Release
-from moonserve.core.schedule.facts import Arrived, DecodeEnded, Fact, PrefillEnded
+from moonserve.core.schedule.adoption import Adopted, StepFact
+from moonserve.core.schedule.facts import Arrived, DecodeEnded, PrefillEnded
 from moonserve.core.units import Micros, RequestId, Tokens
 
 
@@ -57,7 +58,7 @@ class Account:
     def __len__(self) -> int:
         return len(self._open)
 
-    def take(self, now_us: Micros, facts: Iterable[Fact], actions: Iterable[Action]) -> None:
+    def take(self, now_us: Micros, facts: Iterable[StepFact], actions: Iterable[Action]) -> None:
         """Take in one step of the Conductor: its facts and its actions."""
         again: dict[RequestId, _Open] = {}  # their id's last request is released in this step
         for fact in facts:
@@ -65,6 +66,8 @@ class Account:
                 request = fact.request
                 where = again if request.id in self._open else self._open
                 where[request.id] = _Open(request, request.since_us(now_us))
+            elif isinstance(fact, Adopted):
+                self._open[fact.request.id] = _adopted(fact, now_us)
             elif isinstance(fact, (PrefillEnded, DecodeEnded)):
                 life = self._open.get(fact.request)
                 if life is None or life.number != fact.number:
@@ -112,3 +115,17 @@ class Account:
         if in_time and (slo.tbt_us is None or now_us - first_us <= slo.tbt_us * gaps):
             self.good += 1
             self.good_tokens += life.request.length + tokens
+
+
+def _adopted(fact: Adopted, now_us: Micros) -> _Open:
+    """A request that another Conductor has placed. What that one had spent before is not known."""
+    life = _Open(fact.request, fact.request.since_us(now_us))
+    life.number = fact.number
+    life.began_us = fact.called_us
+    life.first_us = fact.first_us
+    if fact.decodes:
+        life.first_us = fact.called_us if fact.first_us is None else fact.first_us
+    else:
+        life.lag_us = max(1, fact.decision.predicted_ttft_us - fact.decision.waited_us)
+        life.predicted_us = sum([share.work_us for share in fact.decision.shares])
+    return life

@@ -20,10 +20,11 @@ from collections.abc import Sequence
 from moonserve.core.kv.facts import OfBlocks
 from moonserve.core.request import Request, Slo
 from moonserve.core.schedule.actions import Decision, Reason, Refuse
+from moonserve.core.schedule.adoption import StepFact
 from moonserve.core.schedule.cost import KNOWN_FROM
 from moonserve.core.schedule.decide import Verdict
 from moonserve.core.schedule.decode_forecast import DecodeForecast, grown_us
-from moonserve.core.schedule.facts import Arrived, Fact
+from moonserve.core.schedule.facts import Arrived
 from moonserve.core.schedule.forecast import place_us
 from moonserve.core.schedule.handoff import Handoff
 from moonserve.core.schedule.objectives import Objectives, misses, own_slo
@@ -249,7 +250,9 @@ class DecodeEntry:
             return life.arrived_us + self._tuning.patience_us
         return life.arrived_us + slo.ttft_us - 2 * (slo.tbt_us or 0)
 
-    def is_stirred(self, facts: Sequence[Fact], held: Sequence[Handoff], now_us: Micros) -> bool:
+    def is_stirred(
+        self, facts: Sequence[StepFact], held: Sequence[Handoff], now_us: Micros
+    ) -> bool:
         """Whether requests that wait for room may begin by these facts, or have waited enough.
 
         Arrivals alone make no room.

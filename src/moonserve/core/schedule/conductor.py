@@ -14,6 +14,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from moonserve.core.kv.facts import OfBlocks
 from moonserve.core.kv.index import PendingPrefixes, PrefixIndex
 from moonserve.core.request import Request, Slo
@@ -29,6 +31,7 @@ from moonserve.core.schedule.actions import (
     Release,
 )
 from moonserve.core.schedule.admission import DecodeEntry
+from moonserve.core.schedule.adoption import Adopted, StepFact
 from moonserve.core.schedule.cost import Cost
 from moonserve.core.schedule.decide import Verdict, decide
 from moonserve.core.schedule.decode_forecast import DecodeForecast, PredictionErrors
@@ -40,7 +43,6 @@ from moonserve.core.schedule.facts import (
     CallFailed,
     ClientGone,
     DecodeEnded,
-    Fact,
     InstanceInfo,
     Joined,
     Leading,
@@ -56,6 +58,7 @@ from moonserve.core.schedule.handoff import (
     Handoff,
     LifeFact,
     Pause,
+    Phase,
     Place,
     StartDecode,
     Wait,
@@ -85,6 +88,16 @@ if TYPE_CHECKING:
 
 PAUSE_US: Micros = MICROS_PER_SECOND
 """Between two calls of a request that has tokens and whose calls have failed too often."""
+
+
+class _Unknown(msgspec.Struct):
+    """Instances of one adopted life that have not joined here yet."""
+
+    instances: list[InstanceId]
+    since_us: Micros
+    """Since when they are waited for."""
+    called_us: Micros
+    """When the life's call went out."""
 
 
 class Conductor:
@@ -135,11 +148,13 @@ class Conductor:
         self._ticked_us: Micros | None = None
         self._held: dict[RequestId, Handoff] = {}
         """Lives whose prefill has ended and that wait for room in decode."""
+        self._unknown: dict[RequestId, _Unknown] = {}
+        """Adopted lives with instances that have not joined here yet."""
         self._actions: list[Action] = []
 
     # Facts.
 
-    def step(self, now_us: Micros, facts: Iterable[Fact]) -> list[Action]:
+    def step(self, now_us: Micros, facts: Iterable[StepFact]) -> list[Action]:
         """Take the facts of one instant, in rank order, and return what is to be done."""
         facts = sorted(facts, key=ORDER)
         gone: list[RequestId] = []
@@ -166,6 +181,8 @@ class Conductor:
                     self._lose(instance, why)
                 case StageEnded(request) if request in self._lives:
                     self._end_stage(self._lives[request], fact, now_us)
+                case Adopted():
+                    self._adopt(fact, now_us)
                 case Selected(prefill, decode):
                     self.view.use(prefill, decode)
                 case Tick():
@@ -199,12 +216,15 @@ class Conductor:
         self.hot.expire(now_us)
         for instance in self._members.silent(now_us):
             self._lose(instance, "it sent no heartbeat for too long")
+        self._give_up_unknown(now_us)
         self._unpark(now_us)
 
     def _allow(self, slept_us: Micros) -> None:
         """This process slept for so long: for lives that wait, this time has not passed."""
         for request in self._parked:
             self._parked[request] += slept_us
+        for unknown in self._unknown.values():
+            unknown.since_us += slept_us
         for life in self._lives.values():
             if life.stalled_us is not None:
                 life.stalled_us += slept_us
@@ -247,6 +267,7 @@ class Conductor:
         if info.id in self.view.instances:
             self._lose(info.id, "it restarted")
         self._members.add(info, now_us)
+        self._promise_at(info.id, now_us)
         self._unpark(now_us)
 
     def _lose(self, instance: InstanceId, why: str | None) -> None:
@@ -313,6 +334,14 @@ class Conductor:
     def _end(self, life: Handoff, failure: str | None, now_us: Micros) -> None:
         """The life is over, with a failure or without: release all that was promised."""
         request = life.request
+        self._drop(life, now_us)
+        if failure is not None:
+            self._actions.append(GiveUp(request.id, failure))
+        self._actions.append(Release(request.id, tuple(life.leases)))
+
+    def _drop(self, life: Handoff, now_us: Micros) -> None:
+        """Nothing here knows the life any more."""
+        request = life.request
         life.end()
         self._unreserve(life, now_us)
         del self._lives[request.id]
@@ -321,15 +350,78 @@ class Conductor:
         self._paused.pop(request.id, None)
         if request.model in self._rooms:
             self._rooms[request.model].remove(request.id)
-        if failure is not None:
-            self._actions.append(GiveUp(request.id, failure))
-        self._actions.append(Release(request.id, tuple(life.leases)))
 
     def _refuse(self, life: Handoff, refusal: Refuse, now_us: Micros) -> None:
         """Refuse the request, with a time at which its client should return."""
         booked = self._retry_after.book(life, refusal, self.view, now_us)
         self._actions.append(booked)
         self._end(life, None, now_us)
+
+    # Lives that another Conductor began.
+
+    def _adopt(self, fact: Adopted, now_us: Micros) -> None:
+        """Go on with a request where another Conductor left it: promise again what that one did.
+
+        Its instances may not have joined here yet. What it needs there is promised when they join.
+        """
+        before = self._lives.get(fact.request.id)
+        if before is not None:
+            self._drop(before, now_us)
+        request = fact.request
+        life = Handoff.adopted(fact, request.since_us(now_us))
+        self._lives[request.id] = life
+        self._under_way.take(request.party)
+        self.index.touch(life.keys)
+        names = dict.fromkeys([*(share.instance for share in life.shares), fact.decision.decode])
+        unknown = [name for name in names if name not in self.view.instances]
+        if unknown:
+            self._unknown[request.id] = _Unknown(unknown, now_us, fact.called_us)
+        for name in names:
+            if name in self.view.instances:
+                self._promise_again(life, name, fact.called_us, now_us)
+
+    def _promise_again(
+        self, life: Handoff, instance: InstanceId, called_us: Micros, now_us: Micros
+    ) -> None:
+        """Promise what an adopted life needs of this instance; its call went out at `called_us`."""
+        decision = life.decision
+        assert decision is not None
+        request = life.request.id
+        began_us = min(called_us, now_us)
+        mine = [share for share in life.shares if share.instance == instance]
+        infos = groups.promise(self.view.instances, request, mine, began_us)
+        if infos and mine[0] is life.shares[0]:
+            self._promise_prefix(life, decision, infos[0])
+        if instance != decision.decode:
+            return
+        view = self.view.instances[instance]
+        due_us = began_us + decision.predicted_ttft_us - decision.waited_us
+        lag_us = max(0, due_us - now_us) if life.shares else 0
+        self._promise_decode(life, view, now_us, lag_us, decision.predicted_tbt_us)
+        if life.phase is Phase.DECODE and request not in self._held:
+            view.resume_decode(request, began_us, now_us)
+
+    def _promise_at(self, instance: InstanceId, now_us: Micros) -> None:
+        """An instance has joined for which adopted lives wait."""
+        for request, unknown in list(self._unknown.items()):
+            if instance in unknown.instances:
+                unknown.instances.remove(instance)
+                if not unknown.instances:
+                    del self._unknown[request]
+                self._promise_again(self._lives[request], instance, unknown.called_us, now_us)
+
+    def _give_up_unknown(self, now_us: Micros) -> None:
+        """Instances of adopted lives that have not joined for too long are lost, as others are."""
+        for request, unknown in list(self._unknown.items()):
+            if now_us - unknown.since_us <= self.tuning.dead_after_us:
+                continue
+            del self._unknown[request]
+            life = self._lives[request]
+            lost = next((name for name in unknown.instances if name in life.at), None)
+            if lost is not None and request not in self._held:
+                life.at = [lost]
+                why = f"instance {lost} is gone: it has not joined this Conductor"
+                self._actions.append(Abort(request, life.number, why))
 
     # Placement: decide, reserve, act.
 
@@ -460,6 +552,7 @@ class Conductor:
         """Nothing is promised for this life any more."""
         self._end_prefill(life, now_us)
         self._held.pop(life.request.id, None)
+        self._unknown.pop(life.request.id, None)
         view = self._decoder(life)
         if view is not None:
             view.end_decode(life.request.id, now_us)
@@ -489,7 +582,7 @@ class Conductor:
 
     # Decode.
 
-    def _try_held(self, facts: Sequence[Fact], now_us: Micros) -> None:
+    def _try_held(self, facts: Sequence[StepFact], now_us: Micros) -> None:
         """Let lives that wait for room begin to decode, where these facts may have made some."""
         held = list(self._held.values())
         if held and self._entry.is_stirred(facts, held, now_us):
@@ -514,6 +607,9 @@ class Conductor:
         able = connectors.speaking(decision.connector, self.view.decodes(request.model))
         view = self.view.instances.get(decision.decode)
         if view is None:
+            if not able and request.id in self._unknown:
+                self._held[request.id] = life  # until an instance has joined here
+                return
             if not able:
                 self._decode_nowhere(life, now_us)
                 return
@@ -546,7 +642,7 @@ class Conductor:
                 model = life.request.model
                 self._end(life, f"no decode instance for model {model} is alive", now_us)
             case _:
-                life.unplaced()
+                self._unplace(life, now_us)
                 self._place(life, now_us)
 
     # Late binding.

@@ -22,12 +22,12 @@ from moonserve.core.schedule.actions import (
     Release,
     Spread,
 )
+from moonserve.core.schedule.adoption import Adopted, StepFact
 from moonserve.core.schedule.facts import (
     Arrived,
     CallFailed,
     ClientGone,
     DecodeEnded,
-    Fact,
     PrefillEnded,
     StageEnded,
 )
@@ -39,14 +39,14 @@ class Event(msgspec.Struct, frozen=True):
 
     at_us: Micros
     what: str
-    """arrived, prefill, staged, prefilled, decode, decoded, failed, gone, refused, given_up,
-    aborted, spread, released."""
+    """arrived, adopted, prefill, staged, prefilled, decode, decoded, failed, gone, refused,
+    given_up, aborted, spread, released."""
     request: RequestId
     detail: str = ""
     """Which call, on which instances, reusing how many tokens."""
 
 
-def events(now_us: Micros, facts: Iterable[Fact], actions: Iterable[Action]) -> list[Event]:
+def events(now_us: Micros, facts: Iterable[StepFact], actions: Iterable[Action]) -> list[Event]:
     """What one step of the Conductor means; facts in the order that it took them."""
     made: list[Event] = []
     actions = list(actions)
@@ -57,6 +57,8 @@ def events(now_us: Micros, facts: Iterable[Fact], actions: Iterable[Action]) -> 
         match fact:
             case Arrived(request):
                 made.append(Event(now_us, "arrived", request.id, str(request.length)))
+            case Adopted(request, number=number, decodes=decodes):
+                made.append(Event(now_us, "adopted", request.id, f"{number} {decodes}"))
             case PrefillEnded(request, number, final):
                 made.append(Event(now_us, "prefilled", request, f"{number} {final}"))
             case StageEnded(request, number, instance):

@@ -79,6 +79,21 @@ class Residencies:
         self.active[request] = residency
         self.context += residency.context
 
+    def resume(
+        self, request: RequestId, began_us: Micros, now_us: Micros, step: Sequence[float]
+    ) -> None:
+        """The promised decode runs since `began_us`, by the order of another Conductor.
+
+        It has as many tokens as fit into that time by the present pass. It is no hand-over, by
+        which the rate of future ones could be measured.
+        """
+        passes = self.passes(now_us, step)
+        residency = self.promised.pop(request)
+        self.context += residency.context
+        self.active[request] = residency
+        residency.began_tokens = passes - (now_us - began_us) / self.step_us(step)
+        residency.due_us = began_us
+
     def unseen_us(self, lag_us: Micros, now_us: Micros, step: Sequence[float]) -> float:
         """The part of a pass, `lag_us` from now, of requests that have not arrived yet.
 

@@ -11,6 +11,7 @@ A request without a token is given up after MAX_ATTEMPTS failed calls. One that 
 its client could not send it again. After as many failed calls without a token of decode between
 them it pauses before each further call, and is given up when `patience_us` have passed as well,
 counted from its first token at the earliest.
+A life that another Conductor began goes on here with the same call and its number.
 Every call to an instance is numbered. An outcome with an older number has no effect, so that a late
 reply of an aborted call cannot move the life. Every life reaches ENDED once; the Conductor releases
 all its promises there. Only the Conductor calls it.
@@ -26,6 +27,7 @@ import msgspec
 
 from moonserve.core.request import Request
 from moonserve.core.schedule.actions import Decision, Stage
+from moonserve.core.schedule.adoption import Adopted
 from moonserve.core.schedule.facts import (
     CallFailed,
     ClientGone,
@@ -108,6 +110,23 @@ class Handoff:
         self.failed: list[InstanceId] = []
         """Instances that failed this request since then; it avoids them while
         there are others."""
+
+    @classmethod
+    def adopted(cls, fact: Adopted, arrived_us: Micros) -> Handoff:
+        """The life of a request that another Conductor has placed: its last call is out."""
+        life = cls(fact.request, fact.keys, arrived_us)
+        life.length = fact.length
+        life.number = fact.number
+        life.leases = list(fact.leases)
+        life.begun = fact.begun
+        life.decision = fact.decision
+        if fact.decodes:
+            life.phase = Phase.DECODE
+            life.at = [fact.decision.decode]
+        else:
+            life.shares = fact.decision.shares
+            life.at = [share.instance for share in life.shares]
+        return life
 
     def placed(self, decision: Decision) -> int:
         """A prefill call goes out; returns its number."""

@@ -295,6 +295,10 @@ class InstanceView:
         """The prefill is over: the promised decode begins."""
         self.residencies.begin(request, now_us, self.cost.step_us)
 
+    def resume_decode(self, request: RequestId, began_us: Micros, now_us: Micros) -> None:
+        """The promised decode runs since `began_us`, by the order of another Conductor."""
+        self.residencies.resume(request, began_us, now_us, self.cost.step_us)
+
     def end_decode(self, request: RequestId, now_us: Micros) -> Residency | None:
         """The promise is over, kept or not; unknown requests are no error.
 

@@ -32,9 +32,10 @@ from moonserve.core.schedule.actions import (
     Release,
     Spread,
 )
+from moonserve.core.schedule.adoption import Adopted, FactOfRequest, StepFact
 from moonserve.core.schedule.conductor import Conductor
 from moonserve.core.schedule.decode_forecast import PredictionErrors
-from moonserve.core.schedule.facts import Arrived, Fact, InstanceInfo, SpreadUpTo
+from moonserve.core.schedule.facts import Arrived, InstanceInfo, SpreadUpTo
 from moonserve.core.schedule.hot import Hot
 from moonserve.core.schedule.tuning import Tuning
 from moonserve.core.schedule.view import InstanceView, Promised
@@ -94,7 +95,7 @@ class ConductorLoop:
         conductor: Conductor,
         release: Callable[[LeaseId], None],
         copy: Copy | None = None,
-        on_step: Callable[[Micros, list[Fact], list[Action]], None] | None = None,
+        on_step: Callable[[Micros, list[StepFact], list[Action]], None] | None = None,
     ) -> None:
         """`copy` None: the store makes no copies. on_step: is called with every step, for an
         account of the run (core.schedule.events)."""
@@ -109,7 +110,7 @@ class ConductorLoop:
         self._watchers: list[Callable[[], None]] = []
         self._version = -1
         self._infos: list[InstanceInfo] = []
-        self._facts: list[Fact] = []
+        self._facts: list[StepFact] = []
         self._timer: asyncio.TimerHandle | None = None
         self.records: OrderedDict[RequestId, Record] = OrderedDict()
         """The latest requests, bounded; read by the API, `ask` and `explain`."""
@@ -174,7 +175,7 @@ class ConductorLoop:
         has read it with `instances`."""
         self._watchers.append(changed)
 
-    def tell(self, *facts: Fact) -> None:
+    def tell(self, *facts: StepFact) -> None:
         """Report facts; all facts of this turn of the event loop make one step."""
         if facts and not self._facts:
             asyncio.get_running_loop().call_soon(self._flush)
@@ -183,12 +184,29 @@ class ConductorLoop:
     def open(self, request: Request, keys: Sequence[BlockKey], inbox: Inbox) -> None:
         """A request arrives; the Conductor's actions for it go to `inbox`. See ports.Conducting."""
         assert request.id not in self._inboxes, "request ids are unique"
-        self.records.pop(request.id, None)  # an earlier request of this id
-        self.records[request.id] = Record(request.since_us(self.now_us()))
-        self._inboxes[request.id] = inbox
+        self._record(request.id, Record(request.since_us(self.now_us())), inbox)
+        self.tell(Arrived(request, tuple(keys)))
+
+    def adopt(self, adopted: Adopted, facts: Sequence[FactOfRequest], inbox: Inbox) -> None:
+        """Go on with a request that another Conductor has placed; later actions go to `inbox`.
+
+        facts: those that were reported since its last call went out. A request that is known
+        already is counted once, and its actions go to the new inbox only.
+        """
+        request = adopted.request
+        arrived_us = request.since_us(self.now_us())
+        record = Record(arrived_us, adopted.decision, (), len(adopted.leases), outcome="running")
+        if adopted.first_us is not None:
+            record.ttft_us = adopted.first_us - arrived_us
+        self._record(request.id, record, inbox)
+        self.tell(adopted, *facts)
+
+    def _record(self, request: RequestId, record: Record, inbox: Inbox) -> None:
+        self.records.pop(request, None)  # an earlier request of this id
+        self.records[request] = record
+        self._inboxes[request] = inbox
         while len(self.records) > _KEPT_RECORDS + len(self._inboxes):
             self.records.popitem(last=False)
-        self.tell(Arrived(request, tuple(keys)))
 
     def close(
         self,
