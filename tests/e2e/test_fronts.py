@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from collections.abc import Iterator
@@ -130,17 +131,31 @@ def test_a_killed_front_loses_its_own_streams_only_and_is_back(up: Up) -> None:
 
 
 def test_a_killed_conductor_is_started_again_and_found(up: Up) -> None:
-    """Fronts answer 503 meanwhile; workers join the new Conductor, and requests are served."""
+    """Streams go on to their end without it, and no token is lost. Forwards are answered 503
+    meanwhile; workers join the new Conductor, and requests are served."""
     wanted = complete(up, [5] * 40, 8)
     fronts = parts(up, "front")
     [victim] = parts(up, "conductor")
-    os.kill(victim, signal.SIGKILL)
-    up.until(lambda: gone(victim), 10)
-    with pytest.raises(HTTPError, match="503"):
-        up.get("/api/stats")
+
+    def kill() -> None:
+        os.kill(victim, signal.SIGKILL)
+        up.until(lambda: gone(victim), 10)
+        with pytest.raises(HTTPError, match="503"):
+            up.get("/api/stats")
+
+    ended = streams(up, kill)
+    whole = [it for it in ended if it is not None]
+    assert len(whole) == STREAMS, up.output
+    assert len({_tokens(it) for it in whole}) == 1
     up.until(lambda: _served(up) == wanted, 60)
     assert parts(up, "front") == fronts
     up.settle()
+
+
+def _tokens(events: list[bytes]) -> str:
+    """The text of a stream."""
+    said = [json.loads(it[6:]) for it in events if it.startswith(b"data: {")]
+    return "".join(it["choices"][0]["text"] for it in said if it["choices"])
 
 
 def test_a_conductor_that_hangs_is_given_up_and_found_again(up: Up) -> None:

@@ -17,14 +17,22 @@ import pytest
 
 from moonserve.core.errors import ConfigError
 from moonserve.core.request import Request, Slo, Stopping
-from moonserve.core.schedule.actions import Prefill, Refuse
+from moonserve.core.schedule.actions import Decode, GiveUp, Prefill, Refuse
 from moonserve.core.schedule.conductor import Conductor
-from moonserve.core.schedule.facts import Arrived, ClientGone, Fact, Joined
-from moonserve.core.units import RequestId
+from moonserve.core.schedule.facts import (
+    Arrived,
+    ClientGone,
+    DecodeEnded,
+    Fact,
+    Joined,
+    PrefillEnded,
+)
+from moonserve.core.schedule.view import Promised
+from moonserve.core.units import RequestId, lease_of
 from moonserve.live.control.loop import ConductorLoop
 from moonserve.live.fronts import wire
 from moonserve.live.fronts.counts import Family, lasting, summed
-from moonserve.live.fronts.remote import RemoteConductor
+from moonserve.live.fronts.remote import AbsenceLimits, RemoteConductor
 from moonserve.live.fronts.road import Road, road_of
 from moonserve.live.fronts.server import FrontServer
 from moonserve.live.http.client import HttpClient
@@ -58,8 +66,9 @@ class Site:
     def __init__(self, limits: ConnectionLimits) -> None:
         self.limits = limits
         self.at: Served
-        self.loop = ConductorLoop(Conductor(cost_of=exact), lambda lease: None)
-        self.loop.tell(Joined(info("p0", "prefill")), Joined(info("d0", "decode")))
+        self.loop: ConductorLoop
+        self.released: list[str] = []
+        self.restart()
         self.server = self.listen()
         self.fronts: list[RemoteConductor] = []
 
@@ -69,9 +78,20 @@ class Site:
         self.server.open()
         return self.server
 
-    async def front(self, by: str = "socket") -> RemoteConductor:
+    def restart(self, joins: bool = True) -> None:
+        """The next front server has a Conductor that knows nothing but, perhaps, the instances."""
+        self.released = []
+        self.loop = ConductorLoop(Conductor(cost_of=exact), self.released.append)
+        if joins:
+            self.loop.tell(Joined(info("p0", "prefill")), Joined(info("d0", "decode")))
+
+    async def front(
+        self,
+        by: str = "socket",
+        absence: AbsenceLimits = AbsenceLimits(),  # noqa: B008 - frozen
+    ) -> RemoteConductor:
         """Connect one more front, which knows the instances."""
-        front = RemoteConductor(self.at.road(by), limits=self.limits)
+        front = RemoteConductor(self.at.road(by), limits=self.limits, absence=absence)
         self.fronts.append(front)
         assert await front.start(5) == WELCOME
         front.attach(lambda: [COUNTER, GAUGE], lambda engines: None, lambda: None)
@@ -305,17 +325,17 @@ def test_a_front_that_is_gone_has_left_all_its_requests(tmp_path: Path) -> None:
     run(use, tmp_path)
 
 
-def test_a_message_that_cannot_be_encoded_ends_the_connection(tmp_path: Path) -> None:
+def test_a_message_that_cannot_be_encoded_ends_the_connection(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """Dropping only that message would leave the requests of that turn waiting for ever."""
 
     async def use(it: Site) -> None:
         front = await it.front()
         inbox = opened(front)
         front.first_token(R, 1 << 70)
-        assert isinstance(await inbox.get(), Refuse)
-        front.close(R, "failed")
-        await until(lambda: len(front.instances()) == 2)  # it is back
-        assert isinstance(await opened(front).get(), Prefill)
+        assert isinstance(await inbox.get(), Prefill), "by the next connection"
+        assert "cannot encode" in caplog.text
 
     run(use, tmp_path)
 
@@ -340,29 +360,141 @@ def test_a_front_that_does_not_read_is_dropped(
     assert "peer does not read; write buffer over limit" in caplog.text
 
 
-def test_without_a_conductor_requests_fail_and_are_refused_until_it_is_back(
-    tmp_path: Path,
-) -> None:
-    """Requests under way fail, no instance is known, new requests are refused; then all works."""
+def test_a_conductor_that_comes_back_adopts_what_is_under_way(tmp_path: Path) -> None:
+    """A running call goes on; what ends meanwhile is reported to the next Conductor, which frees
+    all at the end. New requests wait for it."""
 
     async def use(it: Site) -> None:
         front = await it.front()
-        inbox = opened(front)
-        assert isinstance(await inbox.get(), Prefill)
+        prefilling, decoding, ended = (opened(front, RequestId(name)) for name in "pde")
+        calls = [await inbox.get() for inbox in (prefilling, decoding, ended)]
+        assert [call.number for call in calls] == [1, 1, 1]
+        front.tell(PrefillEnded(RequestId("d"), 1, final=False))
+        decode = await decoding.get()
         it.server.close()
-        assert isinstance(await inbox.get(), Refuse)
-        assert "does not answer" in front.missing()
-        front.tell(ClientGone(R))
-        front.close(R, "failed")
-        assert front.instances() == []
+        it.restart()
+        await until(lambda: front.now_us() and not it.requests and front._link is None)
+        fresh = opened(front, RequestId("new"))
+        assert front.missing() == ""
+        assert len(front.instances()) == 2
+        front.tell(PrefillEnded(RequestId("p"), 1, final=False))
+        front.tell(PrefillEnded(RequestId("e"), 1, final=True))
+        front.close(RequestId("e"), "length")
+        assert fresh.empty()
+        it.listen()
+        assert isinstance(await fresh.get(), Prefill)
+        again = await prefilling.get()
+        assert isinstance(again, Decode)
+        assert again.number == 2
+        assert it.requests == 3
+        assert decoding.empty(), "its call goes on"
+        front.tell(DecodeEnded(RequestId("d"), decode.number, 5))
+        front.tell(DecodeEnded(RequestId("p"), again.number, 5))
+        front.tell(ClientGone(RequestId("new")))
+        await until(lambda: it.loop.promised() == Promised(0, 0, 0, 0))
+        assert sorted(it.released) == sorted(
+            lease_of(RequestId(name), 1) for name in ("p", "d", "e", "new")
+        )
+
+    run(use, tmp_path)
+
+
+def test_new_requests_wait_so_long_for_a_conductor(tmp_path: Path) -> None:
+    """Then they are refused, as are those that come later; then it is back, and all works."""
+
+    async def use(it: Site) -> None:
+        front = await it.front(absence=AbsenceLimits(new_s=0.1, placed_s=0.2))
+        placed = opened(front, RequestId("placed"))
+        assert isinstance(await placed.get(), Prefill)
+        running = opened(front, RequestId("running"))
+        assert isinstance(await running.get(), Prefill)
+        it.server.close()
+        await until(lambda: front._link is None)
         refuse = await opened(front).get()
         assert isinstance(refuse, Refuse)
-        assert (refuse.reason, "connects to it again" in refuse.why) == ("nobody_alive", True)
+        assert "connects to it again" in refuse.why
         front.close(R, "refused")
+        assert "does not answer" in front.missing()
+        assert front.instances() == []
+        late = await opened(front).get()
+        assert isinstance(late, Refuse)
+        front.close(R, "refused")
+        front.tell(PrefillEnded(RequestId("placed"), 1, final=False))
+        gave_up = await placed.get()
+        assert isinstance(gave_up, GiveUp)
+        front.close(RequestId("placed"), "failed")
+        assert running.empty(), "nothing ends a call that runs"
         it.listen()
         await until(lambda: len(front.instances()) == 2)
         assert (front.url, front.missing()) == ("http://localhost", "")
         assert isinstance(await opened(front).get(), Prefill)
+        assert it.requests == 2
+
+    run(use, tmp_path)
+
+
+def test_new_requests_wait_for_the_instances_to_join_the_next_conductor(tmp_path: Path) -> None:
+    """A Conductor that has just started would refuse them, since no instance has joined it."""
+
+    async def use(it: Site) -> None:
+        front = await it.front()
+        it.server.close()
+        it.restart(joins=False)
+        await until(lambda: front._link is None)
+        fresh = opened(front)
+        it.listen()
+        it.loop.tell(Joined(info("p0", "prefill")))
+        await until(lambda: front.missing() == "" and front._link is not None)
+        await asyncio.sleep(0.05)
+        assert fresh.empty()
+        it.loop.tell(Joined(info("d0", "decode")))
+        assert isinstance(await fresh.get(), Prefill)
+
+    run(use, tmp_path)
+
+
+def test_a_front_that_connects_twice_is_counted_once(tmp_path: Path) -> None:
+    """The Conductor may not have noticed that the first connection is over."""
+
+    async def use(it: Site) -> None:
+        front = await it.front()
+        inbox, fresh = opened(front, RequestId("old")), opened(front)
+        for one in (inbox, fresh):
+            assert isinstance(await one.get(), Prefill)
+        [link] = it.server._links
+        link.lost = lambda: None  # type: ignore[method-assign]
+        assert front._link is not None
+        front._link.close()
+        await until(lambda: len(it.server._links) == 1 and link not in it.server._links)
+        await until(lambda: it.requests == 2)
+        front.tell(PrefillEnded(RequestId("old"), 1, final=False))
+        assert isinstance(await inbox.get(), Decode)
+        assert it.loop.promised().decodes == 2
+        front.tell(ClientGone(RequestId("old")), ClientGone(R))
+        await until(lambda: it.loop.promised() == Promised(0, 0, 0, 0))
+
+    run(use, tmp_path)
+
+
+def test_a_request_under_way_precedes_a_later_one_of_its_id(tmp_path: Path) -> None:
+    """While the Conductor was away, another front may have accepted the same id."""
+
+    async def use(it: Site) -> None:
+        first, second = await it.front(), await it.front()
+        inbox = opened(first)
+        assert isinstance(await inbox.get(), Prefill)
+        it.server.close()
+        it.restart()
+        await until(lambda: first._link is None and second._link is None)
+        late = opened(second)
+        it.listen()
+        refusals = [action for action in [await late.get()] if isinstance(action, Refuse)]
+        if not refusals:
+            refusals = [await late.get()]
+        assert refusals[0].reason == "duplicate_request_id"
+        first.tell(PrefillEnded(R, 1, final=False))
+        assert isinstance(await inbox.get(), Decode)
+        assert it.requests == 1
 
     run(use, tmp_path)
 
@@ -382,8 +514,8 @@ def test_a_front_that_leaves_has_not_lost_the_conductor(
 
 
 def test_a_conductor_that_hangs_is_as_one_that_is_gone(tmp_path: Path) -> None:
-    """Requests under way fail and new ones are refused until the Conductor answers again, though
-    connections to it succeed."""
+    """Requests without a call are refused until the Conductor answers again, though connections to
+    it succeed."""
 
     async def use(it: Site) -> None:
         path, hangs, alive = str(tmp_path / "hangs"), asyncio.Event(), asyncio.Event()
@@ -403,7 +535,8 @@ def test_a_conductor_that_hangs_is_as_one_that_is_gone(tmp_path: Path) -> None:
                 writer.write(frame(NOTICES, b"\x90"))
 
         async with await asyncio.start_unix_server(serve, path):
-            front = RemoteConductor(road_of(path, TOKEN, None, None), limits=HASTY)
+            short = AbsenceLimits(new_s=0.05)
+            front = RemoteConductor(road_of(path, TOKEN, None, None), HASTY, short)
             await front.start(5)
             await until(front.instances)
             inbox = opened(front)

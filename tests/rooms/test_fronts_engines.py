@@ -187,7 +187,8 @@ def test_the_next_conductor_has_the_engines_of_the_one_before(tmp_path: Path) ->
 
 
 def test_the_loss_of_the_conductor_is_no_fault_of_an_engine(tmp_path: Path) -> None:
-    """Requests under way and new ones get a 503 with the reason, and may return."""
+    """The request under way is served; a new one waits, gets a 503 with the reason, and may
+    return."""
 
     async def use(site: Site) -> None:
         engine = site.engines["d0"]
@@ -196,8 +197,10 @@ def test_the_loss_of_the_conductor_is_no_fault_of_an_engine(tmp_path: Path) -> N
         while not engine.calls:
             await asyncio.sleep(0.01)
         await site.conductor.stop(0)
-        for status, said in (await waiting, await site.complete(0, PROMPT)):
-            assert (status, "Conductor does not answer" in said) == (503, True), said
+        status, said = await site.complete(0, PROMPT)
+        assert (status, "Conductor does not answer" in said) == (503, True), said
+        engine.hold.set()
+        assert await waiting == (200, "".join(spoken(PROMPT, 4)))
 
     run(use, tmp_path)
 

@@ -78,10 +78,7 @@ class LocalMeter:
     def let_in(self, name: str, limits: KeyLimits) -> MeteredCall:
         """Count a request of the key of this name. Raises Overloaded."""
         now_us = self._now_us()
-        use = self._used.get(name)
-        if use is None:
-            self._forget(now_us)
-            use = self._used[name] = Use()
+        use = self._use(name, now_us)
         if limits.under_way is not None and use.under_way >= limits.under_way:
             what = f"{use.under_way} requests are under way, its limit"
             raise Overloaded(f"key {name}: {what}", REASON, _BUSY_S)
@@ -102,6 +99,20 @@ class LocalMeter:
         use.under_way += 1
         return MeteredCall(use, limits.tokens_per_minute, self._now_us)
 
+    def take_over(self, name: str, limits: KeyLimits, tokens: Tokens) -> MeteredCall:
+        """Count a request as under way that another process has let in. tokens: what it has used
+        before, which that process has counted."""
+        use = self._use(name, self._now_us())
+        use.under_way += 1
+        return MeteredCall(use, limits.tokens_per_minute, self._now_us, tokens)
+
+    def _use(self, name: str, now_us: Micros) -> Use:
+        use = self._used.get(name)
+        if use is None:
+            self._forget(now_us)
+            use = self._used[name] = Use()
+        return use
+
     def _forget(self, now_us: Micros) -> None:
         """Forget keys whose buckets are full again, so that renamed keys do not add up."""
         if len(self._used) >= _KEPT:
@@ -116,12 +127,17 @@ class MeteredCall:
     """A request of a key that has limits. See CountedCall."""
 
     def __init__(
-        self, use: Use, tokens_per_minute: int | None, now_us: Callable[[], Micros]
+        self,
+        use: Use,
+        tokens_per_minute: int | None,
+        now_us: Callable[[], Micros],
+        before: Tokens = 0,
     ) -> None:
+        """before: tokens that are counted already."""
         self._use = use
         self._tokens_per_minute = tokens_per_minute
         self._now_us = now_us
-        self._spent: Tokens = 0
+        self._spent = before
         self._open = True
 
     def spent(self, tokens: Tokens) -> None:

@@ -181,6 +181,11 @@ class ConductorLoop:
             asyncio.get_running_loop().call_soon(self._flush)
         self._facts.extend(facts)
 
+    def settle(self) -> None:
+        """Take the reported facts in now, so that later ones come into a later step."""
+        if self._facts:
+            self._flush()
+
     def open(self, request: Request, keys: Sequence[BlockKey], inbox: Inbox) -> None:
         """A request arrives; the Conductor's actions for it go to `inbox`. See ports.Conducting."""
         assert request.id not in self._inboxes, "request ids are unique"

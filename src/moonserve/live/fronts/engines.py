@@ -48,6 +48,8 @@ class RemoteFleet:
         self._texts: dict[str, TextTools | None] = {}
         self._reading: set[asyncio.Task[None]] = set()
         self._numbers = itertools.count()
+        self._calls: dict[int, Noted] = {}
+        """Calls that have not ended."""
 
     def member(self, instance: InstanceId) -> Member:
         """See drive.engines.Engines."""
@@ -89,8 +91,15 @@ class RemoteFleet:
     ) -> Noted:
         """See ports.Observer."""
         number = next(self._numbers)
-        self._conductor.notify(wire.CallBegan(number, instance, part, prompt, predicted, streams))
-        return Noted(number, self._conductor)
+        began = wire.CallBegan(number, instance, part, prompt, predicted, streams)
+        call = self._calls[number] = Noted(began, self._conductor, self._calls)
+        self._conductor.notify(began)
+        return call
+
+    def report_again(self) -> None:
+        """Report all calls under way to a Conductor that has not heard of them."""
+        for call in self._calls.values():
+            self._conductor.notify(*call.said)
 
     def update(self, engines: list[wire.EngineState]) -> None:
         """Take over all engines that there are now. A restarted engine is a new member."""
@@ -129,18 +138,28 @@ class RemoteFleet:
 class Noted:
     """One call to an engine; reports to the Conductor's process. See ports.OutgoingCall."""
 
-    __slots__ = ("_conductor", "_number", "count")
+    __slots__ = ("_calls", "_conductor", "_number", "count", "said")
 
-    def __init__(self, number: int, conductor: RemoteConductor) -> None:
+    def __init__(
+        self, began: wire.CallBegan, conductor: RemoteConductor, calls: dict[int, Noted]
+    ) -> None:
+        """calls: those under way, from which it removes itself."""
         self.count: Tokens = 0
-        self._number, self._conductor = number, conductor
+        self.said: list[wire.CallBegan | wire.CallAnswered] = [began]
+        """What the Conductor has been told of it."""
+        self._number = began.number
+        self._conductor = conductor
+        self._calls = calls
 
     def answered(self, cached: Tokens | None) -> None:
         """See ports.OutgoingCall."""
-        self._conductor.notify(wire.CallAnswered(self._number, self.count, cached))
+        answered = wire.CallAnswered(self._number, self.count, cached)
+        self.said.append(answered)
+        self._conductor.notify(answered)
 
     def ended(self, cached: Tokens | None = None) -> None:
         """See ports.OutgoingCall."""
+        self._calls.pop(self._number, None)
         self._conductor.notify(wire.CallEnded(self._number, self.count, cached))
 
 

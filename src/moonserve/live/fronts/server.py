@@ -2,7 +2,8 @@
 
 The Conductor's process makes one FrontServer. It serves the route at its port and its unix socket,
 and its guard has found the cluster's token before. FrontServer opens the requests of all fronts at
-the one ConductorLoop, and ends those of a front that is gone. It decides nothing.
+the one ConductorLoop, takes over those that another Conductor has placed, and ends those of a front
+that is gone. It decides nothing.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from moonserve.live.rpc.connection import ConnectionLimits, RpcConnection
 
 _COUNT_S = 1.0
 """Longest time a front may take to report its counts; after it, its last report is used."""
+_SAME_ID = "a request with id {} is under way; ids must differ"
 _encode = msgspec.msgpack.Encoder().encode
 _decode_enter = msgspec.msgpack.Decoder(wire.Enter).decode
 _decode_counts = msgspec.msgpack.Decoder(list[Family]).decode
@@ -136,13 +138,39 @@ class FrontServer:
             self._conductor.tell(ClientGone(request))
             self._conductor.close(request, "cancelled")
 
+    def _hello(self, front: str, link: _FrontLink) -> None:
+        """A front says who it is: its earlier connection is over, and its requests come anew."""
+        link.front = front
+        for old in [it for it in self._links if it is not link and it.front == front]:
+            old.replace()
+            self.left(old)
+            self._conductor.settle()  # they end before they come anew
+
+    def _adopt(self, message: wire.Adopting, link: _FrontLink) -> None:
+        """Go on with a request of this front. It precedes a later one of the same id."""
+        name = message.opened.id
+        if self._conductor.known(name):
+            self._conductor.settle()  # the other one has arrived, perhaps just now
+        for other in self._links:
+            if other is not link and name in other.lives:
+                other.lives.discard(name)
+                other.notify(Refuse(name, _SAME_ID.format(name), "duplicate_request_id"))
+        link.lives.add(name)
+        adopted = message.adopted(self._conductor.now_us())
+        self._conductor.adopt(adopted, message.facts, link)
+
     def received(self, message: wire.ToConductor, link: _FrontLink) -> None:
         """Hand one message to the Conductor. A message about another front's request is dropped."""
         conductor = self._conductor
         match message:
+            case wire.Hello(front):
+                self._hello(front, link)
+            case wire.Adopting():
+                self._adopt(message, link)
+            case wire.MeteredBefore(number, name, limits, tokens):
+                link.metered[number] = self._meter.take_over(name, limits, tokens)
             case wire.Opened(name) if conductor.known(name):
-                why = f"a request with id {name} is under way; ids must differ"
-                link.notify(Refuse(name, why, "duplicate_request_id"))
+                link.notify(Refuse(name, _SAME_ID.format(name), "duplicate_request_id"))
             case wire.Opened(name, keys=keys):
                 link.lives.add(name)
                 conductor.open(message.request(conductor.now_us()), keys, link)
@@ -216,6 +244,8 @@ class _FrontLink(RpcConnection):
         """Calls of the front to external engines that have not ended."""
         self.counted: list[Family] = []
         """What the front counted, by its last report."""
+        self.front = ""
+        """The front's id; empty: it has not said it."""
         self._server = server
         self._is_front = False
 
@@ -229,6 +259,11 @@ class _FrontLink(RpcConnection):
         elif isinstance(action, Refuse):
             action = msgspec.structs.replace(action, decision=None, candidates=())
         self.notify(action)
+
+    def replace(self) -> None:
+        """The front has another connection: this one is over."""
+        self._is_front = False
+        self.break_off("the front has connected again")
 
     async def count(self) -> None:
         """Ask the front for its counts. If it does not answer, the last report stays."""

@@ -13,7 +13,8 @@ from typing import TypeAlias
 import msgspec
 
 from moonserve.core.request import Request, Slo, Stopping
-from moonserve.core.schedule.actions import Abort, Decode, GiveUp, Prefill, Refuse
+from moonserve.core.schedule.actions import Abort, Decision, Decode, GiveUp, Prefill, Refuse
+from moonserve.core.schedule.adoption import Adopted, FactOfRequest, Tracked
 from moonserve.core.schedule.facts import InstanceInfo
 from moonserve.core.schedule.observed import Part
 from moonserve.core.units import BlockKey, InstanceId, Micros, RequestId, SegmentId, Tokens
@@ -22,7 +23,7 @@ from moonserve.live.external.spec import InstanceSpec
 from moonserve.live.ports import DriverFact
 from moonserve.live.rpc.connection import ConnectionLimits
 
-PROTOCOL = "moonserve-fronts/4"
+PROTOCOL = "moonserve-fronts/5"
 PATH = "/internal/front"
 """Where a Conductor's HTTP server switches a front's connection to rpc."""
 LIMITS = ConnectionLimits(frame_bytes=256 << 20, unread_bytes=256 << 20, beat_s=1.0, missed_beats=5)
@@ -55,6 +56,27 @@ class Metered(msgspec.Struct, frozen=True, tag=True):
     number: int
     tokens: Tokens
     over: bool
+
+
+class MeteredBefore(msgspec.Struct, frozen=True, tag=True):
+    """Another Conductor has let this request of an API key in, and it has not ended: count it.
+
+    tokens: what it has used, which is not counted again.
+    """
+
+    number: int
+    name: str
+    limits: KeyLimits
+    tokens: Tokens
+
+
+class Hello(msgspec.Struct, frozen=True, tag=True):
+    """The first message of a front. front: its id, which differs at every start.
+
+    An earlier connection of the same front is over, whatever the Conductor has noticed of that.
+    """
+
+    front: str
 
 
 class Opened(msgspec.Struct, frozen=True, tag=True):
@@ -105,6 +127,63 @@ def opened(request: Request, keys: Sequence[BlockKey], now_us: Micros) -> Opened
         whole=request.whole,
         tenant=request.tenant,
         address=request.address,
+    )
+
+
+class Adopting(msgspec.Struct, frozen=True, tag=True):
+    """A request of this front is under way that another Conductor has placed: see Adopted.
+
+    `facts`: those that the front has reported since the request's last call went out.
+    """
+
+    opened: Opened
+    """As it arrived, without keys."""
+    length: Tokens
+    keys: tuple[BlockKey, ...]
+    begun: bool
+    decision: Decision
+    number: int
+    leases: tuple[int, ...]
+    decodes: bool
+    call_age_us: Micros
+    """How long ago that call went out."""
+    first_age_us: Micros | None
+    """How long ago the first token came; None: it has not."""
+    facts: tuple[FactOfRequest, ...]
+
+    def adopted(self, now_us: Micros) -> Adopted:
+        """The fact for a Conductor whose clock shows `now_us`."""
+        first_us = self.first_age_us
+        return Adopted(
+            self.opened.request(now_us),
+            self.length,
+            self.keys,
+            self.begun,
+            self.decision,
+            self.number,
+            self.leases,
+            self.decodes,
+            now_us - self.call_age_us,
+            None if first_us is None else now_us - first_us,
+        )
+
+
+def adopting(tracked: Tracked, now_us: Micros) -> Adopting:
+    """The message for a request that is under way; the inverse of `Adopting.adopted`. now_us: of
+    the front's clock."""
+    it = tracked.adopted()
+    return Adopting(
+        opened(it.request, (), now_us),
+        it.length,
+        it.keys,
+        it.begun,
+        it.decision,
+        it.number,
+        it.leases,
+        it.decodes,
+        now_us - it.called_us,
+        None if it.first_us is None else now_us - it.first_us,
+        tuple(tracked.facts),
     )
 
 
@@ -193,7 +272,9 @@ class Instances(msgspec.Struct, frozen=True, tag=True):
 
 ToConductor: TypeAlias = (
     DriverFact
+    | Hello
     | Opened
+    | Adopting
     | FirstToken
     | Kept
     | Closed
@@ -201,5 +282,6 @@ ToConductor: TypeAlias = (
     | CallAnswered
     | CallEnded
     | Metered
+    | MeteredBefore
 )
 ToFront: TypeAlias = Welcome | EngineStates | Instances | Prefill | Decode | Abort | Refuse | GiveUp

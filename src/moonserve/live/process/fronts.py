@@ -180,6 +180,7 @@ class FrontProcess(Process):
             lambda: families([front.metrics.registry]),
             lambda engines: None if fleet is None else fleet.update(engines),
             self.forward.cut,
+            lambda: None if fleet is None else fleet.report_again(),
         )
         parts = [ConductorLink(conductor, self.forward, registry), *access.parts]
         super().__init__(config, http, parts, front, guard=access.guard, name="front")
