@@ -138,7 +138,7 @@ def too_late(waiter: Waiter, room: WaitingRoom, servers: int, now_us: Micros) ->
         why += f" after {waited_us / 1e6:.3g} s of waiting"
     why += " misses the TTFT objective"
     reason: Reason = "ttft_slo"
-    if waiter.request in room.crowded:
+    if room.is_crowded(waiter.request):
         why += ": decode had no room for it within the TBT objectives"
         reason = "tbt_slo"
     return Refuse(waiter.request, why, reason, _backlog_us(room, servers))

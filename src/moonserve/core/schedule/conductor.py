@@ -670,19 +670,19 @@ class Conductor:
         decodes = self.view.decodes(model)
         self._refuse_hopeless(room, len(prefills), now_us)
         if not prefills or not decodes:
-            for waiter in room.everybody():
+            for waiter in room.everybody(now_us):
                 self._parked[waiter.request] = now_us
             del self._rooms[model]
             return
         ahead_us = self.tuning.bind_ahead_us
         held: set[RequestId] = set()
         """Requests that only busy instances can take: others may pass them."""
-        room.crowded = set()
+        room.try_again()
         while len(room):
             if not any(view.is_free(now_us, ahead_us) for view in prefills):
                 return
             free_us = [now_us + view.queue_us(now_us) for view in prefills]
-            first = room.next(now_us, free_us, held | room.crowded)
+            first = room.next(now_us, free_us, held)
             if first is None:
                 return
             life = self._lives[first.request]
@@ -721,6 +721,8 @@ class Conductor:
 
     def _refuse_hopeless(self, room: WaitingRoom, servers: int, now_us: Micros) -> None:
         """Refuse waiting requests that can no longer meet their TTFT, where that refuses."""
+        if not admission.refuses_some(self.tuning):
+            return
         for waiter in room.hopeless(now_us):
             life = self._lives[waiter.request]
             if not life.leases and admission.refuses_ttft(self.tuning, waiter.priority):

@@ -27,7 +27,9 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections import Counter, deque
 from collections.abc import Collection, Sequence
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
+from itertools import accumulate, chain, takewhile
+from operator import attrgetter
 
 import msgspec
 
@@ -39,6 +41,9 @@ WINDOW_US: Micros = 120 * MICROS_PER_SECOND
 SHARE = 0.02
 _MARGIN = 1 / 15
 """The margin, as a share of PATIENCE_US or of the objective: predictions err."""
+_SURE = 2.5
+"""Margins by which an earlier request must stay in time when a shorter one passes it."""
+_NEVER: Micros = 1 << 80
 _MOST_TENANTS = 256
 """The most tenants whose received time is kept."""
 
@@ -84,20 +89,58 @@ class Waiter(msgspec.Struct, frozen=True):
             return self.due_us
         return max(self.arrived_us, self.arrived_us + PATIENCE_US - self.work_us)
 
-    def safe_us(self, margins: float) -> Micros:
-        """The time by which it should begin if predictions err by this many margins."""
-        allowed_us = self.begin_us + self.work_us - self.arrived_us
-        return self.begin_us - round(margins * _MARGIN * max(0, allowed_us))
 
-    def turn(self, now_us: Micros) -> tuple[Micros, bool, Micros]:
-        """First come first served. Of one instant: those that can be in time, the shortest
-        first."""
-        return (self.arrived_us, self.begin_us < now_us, self.work_us)
+class _Entry:
+    """A waiting request, with what choices read of it again and again."""
 
-    @property
-    def order(self) -> tuple[int, bool, Micros, Micros, RequestId]:
+    __slots__ = (
+        "arrival", "arrived_us", "begin_us", "is_late", "number", "order", "priority", "request",
+        "resumed", "safe_us", "sure_us", "waiter", "work_us",
+    )  # fmt: skip
+
+    def __init__(self, waiter: Waiter, number: int) -> None:
+        begin_us = waiter.begin_us
+        work_us = waiter.work_us
+        allowed_us = max(0, begin_us + work_us - waiter.arrived_us)
+        self.waiter = waiter
+        self.number = number
+        """How many came into the room before it."""
+        self.request = waiter.request
+        self.priority = waiter.priority
+        self.resumed = waiter.resumed
+        self.work_us = work_us
+        self.begin_us = begin_us
+        self.safe_us: Micros = begin_us - round(_MARGIN * allowed_us)
+        """The time by which it should begin if predictions err by the margin."""
+        self.sure_us: Micros = begin_us - round(_SURE * _MARGIN * allowed_us)
+        """The same, if they err by _SURE margins."""
+        self.is_late = False
+        """Whether it stands among the late ones."""
+        self.arrived_us = waiter.arrived_us
+        self.arrival = (waiter.arrived_us, waiter.request)
+        self.order = (-waiter.priority, not waiter.resumed, begin_us, *self.arrival)
         """By priority, then resumed ones first, then the earliest begin."""
-        return (-self.priority, not self.resumed, self.begin_us, self.arrived_us, self.request)
+
+
+_ORDER = attrgetter("order")
+_ARRIVAL = attrgetter("arrival")
+
+
+class _Capacity:
+    """The prefill time that the instances have left until a moment, together: a fluid.
+
+    free_us: when each will be free.
+    """
+
+    def __init__(self, now_us: Micros, free_us: Sequence[Micros]) -> None:
+        self.servers = len(free_us)
+        self._free_us = sorted([max(now_us, free) for free in free_us])
+        self._sums_us = [0, *accumulate(self._free_us)]
+
+    def until_us(self, until_us: Micros) -> Micros:
+        """The time left until then."""
+        count = bisect_left(self._free_us, until_us)
+        return count * until_us - self._sums_us[count]
 
 
 class WaitingRoom:
@@ -107,10 +150,16 @@ class WaitingRoom:
     """
 
     def __init__(self) -> None:
-        self._timely: list[Waiter] = []
+        self._timely: list[_Entry] = []
         """By `order`."""
-        self._late: list[Waiter] = []
-        """Requests past the time by which they should have begun, by arrival."""
+        self._late: list[_Entry] = []
+        """Requests past the time by which they should have begun, by `arrival`."""
+        self._entries: dict[RequestId, _Entry] = {}
+        """All of both."""
+        self._came = 0
+        """How many ever came in."""
+        self._parts_us: Micros | None = None
+        """Until then no timely request is late; None: never."""
         self._arrivals = _Arrivals()
         self._owed_us = 0.0
         """Prefill time that deferred requests may claim."""
@@ -120,27 +169,37 @@ class WaitingRoom:
         """Prefill time of all that wait."""
         self._of: Counter[str] = Counter()
         """The number of waiting requests, by tenant."""
+        self._goals: Counter[Micros | None] = Counter()
+        """The same, by TBT objective."""
         self._given_us: dict[str, Micros] = {}
         self._turn_us: Micros = 0
         """Virtual time of the turns; `_given_us` holds when a tenant's next turn begins, if
         later."""
-        self.crowded: set[RequestId] = set()
-        """Requests that at the last try could not go only for lack of room in decode."""
+        self._crowd: tuple[int, Micros | None] = (0, None)
+        """At the last try there was no room in decode for requests among the first so many that
+        came, if their TBT objective is not looser than this; None: for all of them."""
 
     def __len__(self) -> int:
-        return len(self._timely) + len(self._late)
+        return len(self._entries)
 
     def add(self, waiter: Waiter) -> None:
         """Add a request."""
-        insort(self._timely, waiter, key=lambda w: w.order)
-        self.work_us += waiter.work_us
-        self._of[waiter.tenant] += 1
-        if not waiter.resumed:
+        entry = _Entry(waiter, self._came)
+        self._came += 1
+        self._entries[entry.request] = entry
+        insort(self._timely, entry, key=_ORDER)
+        if not entry.resumed:
+            begin_us = entry.begin_us
+            self._parts_us = begin_us if self._parts_us is None else min(self._parts_us, begin_us)
             self._arrivals.add(waiter)
+        self.work_us += entry.work_us
+        self._of[waiter.tenant] += 1
+        self._goals[waiter.tbt_us] += 1
 
-    def everybody(self) -> list[Waiter]:
+    def everybody(self, now_us: Micros) -> list[Waiter]:
         """All waiting requests, those past their time first."""
-        return [*self._late, *self._timely]
+        self._part(now_us)
+        return [entry.waiter for entries in (self._late, self._timely) for entry in entries]
 
     def crowd(self, waiter: Waiter, is_late: bool) -> None:
         """Decode has no room for this one, nor for any whose TBT objective is not looser.
@@ -148,26 +207,53 @@ class WaitingRoom:
         A shorter one might fit, but would take the room that this one waits for. No request passes
         one that should have begun by now.
         """
-        goal_us = None if is_late else waiter.tbt_us
-        for other in self.everybody():
-            if goal_us is None or (other.tbt_us is not None and other.tbt_us <= goal_us):
-                self.crowded.add(other.request)
+        self._crowd = (self._came, None if is_late else waiter.tbt_us)
+
+    def try_again(self) -> None:
+        """Decode may have room for any of them now; every try begins with it."""
+        self._crowd = (0, None)
+
+    def is_crowded(self, request: RequestId) -> bool:
+        """Whether at the last try it could not go only for lack of room in decode."""
+        entry = self._entries.get(request)
+        return entry is not None and self._lacks_room(entry)
+
+    def _lacks_room(self, entry: _Entry) -> bool:
+        count, goal_us = self._crowd
+        if entry.number >= count:
+            return False
+        own_us = entry.waiter.tbt_us
+        return goal_us is None or (own_us is not None and own_us <= goal_us)
+
+    def _all_lack_room(self) -> bool:
+        count, goal_us = self._crowd
+        if count < self._came:
+            return False
+        return goal_us is None or all(us is not None and us <= goal_us for us in self._goals)
 
     def remove(self, request: RequestId) -> Waiter | None:
         """Remove a request; None if it does not wait here."""
-        for waiters in (self._timely, self._late):
-            for at, waiter in enumerate(waiters):
-                if waiter.request == request:
-                    self.work_us -= waiter.work_us
-                    self._of[waiter.tenant] -= 1
-                    self._of += Counter()  # tenants without a waiting request are forgotten
-                    return waiters.pop(at)
-        return None
+        entry = self._entries.pop(request, None)
+        if entry is None:
+            return None
+        if entry.is_late:
+            del self._late[bisect_left(self._late, entry.arrival, key=_ARRIVAL)]
+        else:
+            del self._timely[bisect_left(self._timely, entry.order, key=_ORDER)]
+        waiter = entry.waiter
+        self.work_us -= waiter.work_us
+        self._of[waiter.tenant] -= 1
+        if not self._of[waiter.tenant]:
+            del self._of[waiter.tenant]
+        self._goals[waiter.tbt_us] -= 1
+        if not self._goals[waiter.tbt_us]:
+            del self._goals[waiter.tbt_us]
+        return waiter
 
     def gives_way(self, request: Request) -> RequestId:
         """The request that is one too many when this one arrives: of the lowest priority, the last
         of the tenant with the most waiting requests."""
-        waiting = [w for w in self.everybody() if not w.resumed]
+        waiting = [entry.waiter for entry in self._entries.values() if not entry.resumed]
         ranks = [(-w.priority, self._of[w.tenant], w.arrived_us, w.request) for w in waiting]
         last = max(ranks, default=None)
         if last is None or last[:2] <= (-request.priority, self._of[request.party.name]):
@@ -177,12 +263,22 @@ class WaitingRoom:
     def hopeless(self, now_us: Micros) -> list[Waiter]:
         """The requests that can no longer meet their objective, in order of arrival."""
         self._part(now_us)
-        return [w for w in self._late if w.due_us is not None]
+        return [entry.waiter for entry in self._late if entry.waiter.due_us is not None]
 
     def first_due_us(self, now_us: Micros) -> Micros | None:
         """When the next request becomes hopeless; those that are hopeless now do not count."""
-        due = (w.due_us for w in self._timely if w.due_us is not None and w.due_us >= now_us)
-        return min(due, default=None)
+        first_us: Micros | None = None
+        at = 0
+        while at < len(self._timely):
+            entry = self._timely[at]
+            due_us = entry.waiter.due_us
+            if due_us is None or due_us < now_us:
+                at += 1
+                continue
+            first_us = due_us if first_us is None else min(first_us, due_us)
+            others = (*entry.order[:2], _NEVER)  # of its priority are due later
+            at = bisect_left(self._timely, others, key=_ORDER)
+        return first_us
 
     def wakes_us(
         self, now_us: Micros, free_us: Sequence[Micros], ahead_us: Micros, refuses: bool
@@ -197,42 +293,48 @@ class WaitingRoom:
     def next(
         self, now_us: Micros, free_us: Sequence[Micros], held: Collection[RequestId] = ()
     ) -> Waiter | None:
-        """The request that goes next; it is not removed. None: only those `held` back wait.
+        """The request that goes next; it is not removed. None: all that wait are `held` back, or
+        decode has no room for them.
 
         free_us: when each instance will be free.
         """
-        first = self._next(now_us, free_us, held)
-        if first is None or first.resumed or len(self._of) < 2:
-            return first
-        waiting = [w for w in self.everybody() if w.request not in held]
-        tenants = dict.fromkeys(w.tenant for w in waiting if w.priority >= first.priority)
-        turn = min(tenants, key=lambda tenant: self._given_us.get(tenant, self._turn_us))
-        if turn == first.tenant:
-            return first
-        return self._next(now_us, free_us, {w.request for w in waiting if w.tenant != turn}, held)
-
-    def _next(
-        self,
-        now_us: Micros,
-        free_us: Sequence[Micros],
-        held: Collection[RequestId],
-        others: Collection[RequestId] = (),
-    ) -> Waiter | None:
-        """The next of the requests that are in neither collection."""
-        held = {*held, *others} if others else held
-        if held and len(held) == len(self):
+        if self._all_lack_room():
             return None
         self._part(now_us)
-        kept, deferred = self._defer(now_us, free_us)
+        if self._crowd[0]:
+            entries = self._entries.values()
+            held = {*held, *[entry.request for entry in entries if self._lacks_room(entry)]}
+        capacity = _Capacity(now_us, free_us)
+        first = self._next(now_us, capacity, held)
+        if first is None:
+            return None
+        if first.resumed or len(self._of) < 2:
+            return first.waiter
+        waiting = [it for it in chain(self._late, self._timely) if it.request not in held]
+        tenants = [it.waiter.tenant for it in waiting if it.priority >= first.priority]
+        turn = min(tenants, key=lambda tenant: self._given_us.get(tenant, self._turn_us))
+        if turn != first.waiter.tenant:
+            others = [it.request for it in waiting if it.waiter.tenant != turn]
+            first = self._next(now_us, capacity, {*held, *others})
+        return None if first is None else first.waiter
+
+    def _next(
+        self, now_us: Micros, capacity: _Capacity, held: Collection[RequestId]
+    ) -> _Entry | None:
+        """The next of those that are not held."""
+        if held and len(held) == len(self):
+            return None
+        late = self._late
+        kept, deferred = self._defer(capacity)
         if held:
-            kept = [waiter for waiter in kept if waiter.request not in held]
-            deferred = [waiter for waiter in deferred if waiter.request not in held]
-        shortest = _shortest(kept, now_us, free_us)
+            late = [entry for entry in late if entry.request not in held]
+            kept = [entry for entry in kept if entry.request not in held]
+            deferred = [entry for entry in deferred if entry.request not in held]
+        shortest = _shortest(kept, capacity)
         if kept and kept[0].resumed:
             self._repays = False
             return kept[0]
-        late = [w for w in self._late if w.request not in held] if held else self._late
-        behind = min([*late, *deferred], key=lambda w: w.turn(now_us), default=None)
+        behind = _first_come(late, deferred, now_us)
         self._repays = behind is not None and (shortest is None or self._owed_us >= behind.work_us)
         return behind if self._repays else shortest
 
@@ -258,67 +360,99 @@ class WaitingRoom:
 
     def _part(self, now_us: Micros) -> None:
         """Move requests that should have begun by now to the late ones, except resumed ones."""
-        late = [w for w in self._timely if w.begin_us < now_us and not w.resumed]
-        if late:
-            self._timely = [w for w in self._timely if w.begin_us >= now_us or w.resumed]
-            for waiter in late:
-                insort(self._late, waiter, key=lambda w: (w.arrived_us, w.request))
+        if self._parts_us is None or self._parts_us >= now_us:
+            return
+        stay: list[_Entry] = []
+        begins = [entry.begin_us for entry in self._timely if not entry.resumed]
+        for entry in self._timely:
+            if entry.begin_us >= now_us or entry.resumed:
+                stay.append(entry)
+            else:
+                entry.is_late = True
+                insort(self._late, entry, key=_ARRIVAL)
+        self._timely = stay
+        self._parts_us = min([us for us in begins if us >= now_us], default=None)
 
-    def _defer(
-        self, now_us: Micros, free_us: Sequence[Micros]
-    ) -> tuple[list[Waiter], list[Waiter]]:
+    def _defer(self, capacity: _Capacity) -> tuple[list[_Entry], list[_Entry]]:
         """The requests that can all begin in time, in order, and those that are deferred."""
-        behind = self.work_us > PATIENCE_US * len(free_us)
-        limit_us = self._arrivals.limit_us(len(free_us)) if behind else None
-        by_size: list[tuple[int, Micros, int, RequestId]] = []
-        works: dict[RequestId, Micros] = {}
+        timely = self._timely
+        servers = capacity.servers
+        behind = self.work_us > PATIENCE_US * servers
+        limit_us = self._arrivals.limit_us(servers) if behind else None
+        stays = [True] * len(timely)
+        by_size: list[tuple[int, Micros, int]] = []
+        """(priority, less work, the later place): a heap once one had to be deferred."""
+        ordered = False
         ahead_us = 0
-        for at, waiter in enumerate(self._timely):
+        for at, entry in enumerate(timely):
+            work_us = entry.work_us
             if (
                 limit_us is not None
-                and waiter.work_us >= limit_us
-                and waiter.priority <= 0
-                and not waiter.resumed
+                and work_us >= limit_us
+                and entry.priority <= 0
+                and not entry.resumed
             ):
+                stays[at] = False
                 continue
-            room_us = _capacity_us(now_us, waiter.safe_us(1.0), free_us)
-            works[waiter.request] = waiter.work_us
-            heappush(by_size, (waiter.priority, -waiter.work_us, -at, waiter.request))
-            while ahead_us > room_us and not waiter.resumed:
-                largest = heappop(by_size)[-1]
-                work_us = works.pop(largest)
-                if largest == waiter.request:
-                    break
-                ahead_us -= work_us
+            size = (entry.priority, -work_us, -at)
+            if ordered:
+                heappush(by_size, size)
             else:
-                ahead_us += waiter.work_us
-        kept = [waiter for waiter in self._timely if waiter.request in works]
-        deferred = [waiter for waiter in self._timely if waiter.request not in works]
+                by_size.append(size)
+            if not entry.resumed and ahead_us > 0:
+                room_us = capacity.until_us(entry.safe_us)
+                while ahead_us > room_us:
+                    if not ordered:
+                        heapify(by_size)
+                        ordered = True
+                    _, less_us, before = heappop(by_size)
+                    stays[-before] = False
+                    if -before == at:
+                        break
+                    ahead_us += less_us
+            if stays[at]:
+                ahead_us += work_us
+        if all(stays):
+            return timely, []
+        kept = [entry for entry, stay in zip(timely, stays, strict=True) if stay]
+        deferred = [entry for entry, stay in zip(timely, stays, strict=True) if not stay]
         return kept, deferred
 
 
-def _shortest(
-    waiters: Sequence[Waiter], now_us: Micros, free_us: Sequence[Micros]
-) -> Waiter | None:
+def _shortest(entries: Sequence[_Entry], capacity: _Capacity) -> _Entry | None:
     """The shortest of the highest priority that takes no more time than earlier ones can spare."""
-    best: Waiter | None = None
+    if not entries:
+        return None
+    best = entries[0]
+    least_us = min([entry.work_us for entry in entries])
     spare_us: Micros | None = None
     ahead_us = 0
-    for waiter in waiters:
-        if best is not None and waiter.priority < best.priority:
+    for entry in entries:
+        if entry.priority < best.priority:
             break
-        fits = spare_us is None or waiter.work_us <= spare_us
-        if fits and (best is None or waiter.work_us < best.work_us):
-            best = waiter
-        slack_us = _capacity_us(now_us, waiter.safe_us(2.5), free_us) - ahead_us
+        work_us = entry.work_us
+        if work_us < best.work_us and (spare_us is None or work_us <= spare_us):
+            best = entry
+        slack_us = capacity.until_us(entry.sure_us) - ahead_us
         spare_us = slack_us if spare_us is None else min(spare_us, slack_us)
-        ahead_us += waiter.work_us
+        if spare_us < least_us or best.work_us == least_us:  # no later one is shorter and fits
+            break
+        ahead_us += work_us
     return best
 
 
-def _capacity_us(now_us: Micros, until_us: Micros, free_us: Sequence[Micros]) -> Micros:
-    """Prefill time that the instances have left until then, together."""
-    return sum([until_us - max(now_us, free) for free in free_us if free < until_us > now_us])
+def _first_come(
+    late: Sequence[_Entry], deferred: Sequence[_Entry], now_us: Micros
+) -> _Entry | None:
+    """First come first served. Of one instant: those that can be in time, the shortest first.
+
+    late: by arrival.
+    """
+    first_us = late[0].arrived_us if late else _NEVER
+    first_us = min([first_us, *[entry.arrived_us for entry in deferred]])
+    together = list(takewhile(lambda it: it.arrived_us == first_us, late))
+    together += [entry for entry in deferred if entry.arrived_us == first_us]
+    return min(together, key=lambda it: (it.begin_us < now_us, it.work_us), default=None)
 
 
 class _Arrivals:
@@ -328,6 +462,8 @@ class _Arrivals:
         self._recent: deque[tuple[Micros, Micros]] = deque()
         self._sizes: list[Micros] = []
         self._sum_us: Micros = 0
+        self._limits_us: dict[int, Micros | None] = {}
+        """The limits since the last arrival, by number of servers."""
 
     def add(self, waiter: Waiter) -> None:
         """Add a request; those older than the window are forgotten."""
@@ -339,9 +475,15 @@ class _Arrivals:
             _, work_us = self._recent.popleft()
             self._sum_us -= work_us
             del self._sizes[bisect_left(self._sizes, work_us)]
+        self._limits_us.clear()
 
     def limit_us(self, servers: int) -> Micros | None:
         """The work from which on prompts are too much; None while the instances can do all."""
+        if servers not in self._limits_us:
+            self._limits_us[servers] = self._limit_us(servers)
+        return self._limits_us[servers]
+
+    def _limit_us(self, servers: int) -> Micros | None:
         if not self._recent:
             return None
         span_us = max(WINDOW_US // 2, self._recent[-1][0] - self._recent[0][0])
