@@ -507,6 +507,62 @@ def test_slow_consumer_holds_the_sender_back() -> None:
     run(behave, use)
 
 
+def test_a_poured_body_is_taken_as_it_comes() -> None:
+    """`pour` gives all bytes in order. It returns False as soon as the sink takes no more, and a
+    later `pour` goes on where it stopped."""
+    pieces = [b"%x\r\n%b\r\n" % (len(text), text) for text in (b"a", b"bc", b"def", b"g")]
+
+    async def use(client: HttpClient, url: str) -> None:
+        async with client.stream("GET", url, timeout_s=5, idle_timeout_s=5) as reply:
+            got: list[bytes] = []
+
+            def sink(piece: bytes) -> bool:
+                got.append(piece)
+                return len(got) != 2
+
+            assert not await reply.pour(sink)
+            assert len(got) == 2
+            await asyncio.sleep(0.1)  # what comes meanwhile is kept
+            assert len(got) == 2
+            assert await reply.pour(sink)
+            assert b"".join(got) == b"abcdefg"
+            assert await reply.pour(sink), "the body has ended"
+
+    run(always(CHUNKED, *pieces, b"0\r\n\r\n", gap_s=0.02), use)
+
+
+@pytest.mark.parametrize("gap_s", [0.0, 0.02])
+def test_what_a_sink_raises_ends_the_pour(gap_s: float) -> None:
+    """An error in the sink is raised by `pour`, also if the sink was called as bytes came."""
+
+    async def use(client: HttpClient, url: str) -> None:
+        async with client.stream("GET", url, timeout_s=5, idle_timeout_s=5) as reply:
+
+            def sink(piece: bytes) -> bool:
+                if b"2" in piece:
+                    raise ValueError("no 2")
+                return True
+
+            with pytest.raises(ValueError, match="no 2"):
+                await reply.pour(sink)
+
+    run(always(CHUNKED, b"1\r\n1\r\n", b"1\r\n2\r\n", gap_s=gap_s, close=False), use)
+
+
+def test_a_silent_peer_ends_a_pour() -> None:
+    """A peer that is silent for idle_timeout_s ends the pour, counted from the last bytes."""
+
+    async def use(client: HttpClient, url: str) -> None:
+        got: list[bytes] = []
+        async with client.stream("GET", url, timeout_s=5, idle_timeout_s=1) as reply:
+            with pytest.raises(DeadlineExceeded):
+                await reply.pour(lambda piece: not got.append(piece))
+        assert b"".join(got) == b"12345"
+
+    pieces = [b"1\r\n%d\r\n" % digit for digit in range(1, 6)]
+    run(always(CHUNKED, *pieces, gap_s=0.3, close=False), use)
+
+
 def test_reply_over_the_limit() -> None:
     """A whole reply over max_reply_bytes raises UpstreamError."""
 

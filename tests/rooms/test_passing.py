@@ -56,6 +56,25 @@ def test_lines_may_end_in_two_bytes(cuts: list[int]) -> None:
     assert (reply.done, reply.finish, reply.tokens) == (True, "stop", 8)
 
 
+def test_an_event_that_ends_like_the_one_before_is_read_all_the_same() -> None:
+    """Usage, an end and an error are seen wherever they stand between events that end alike."""
+    counts = b'"usage":{"prompt_tokens":7,"total_tokens":9,"completion_tokens":2}'
+    early = b'data: {"id":"c",%b,"choices":[{"text":" b","finish_reason":null}]}\n\n' % counts
+    reply = Passing()
+    for event in (CHUNK, CHUNK, early, CHUNK):
+        assert reply.passed(event) == event
+    assert reply.counted.completion == 2
+    assert reply.finish is None
+    assert reply.passed(LAST + CHUNK) == LAST + CHUNK  # another choice goes on
+    assert reply.finish is None
+    reply.passed(CHUNK + LAST)
+    assert reply.finish == "stop"
+    assert not reply.done
+    reply.passed(DONE)
+    assert reply.done
+    assert reply.events == 9
+
+
 def test_without_usage_tokens_are_counted_by_events() -> None:
     """Eight events without usage are eight tokens, whatever the text says about usage."""
     reply = Passing()

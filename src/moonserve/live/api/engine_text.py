@@ -7,6 +7,7 @@ the message of its 4xx answer reaches the client. No state of a request is kept 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from typing import cast
 
 from prometheus_client.metrics_core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
@@ -24,7 +25,7 @@ from moonserve.live.drive.metrics import RequestMetrics
 from moonserve.live.drive.prompt_info import PromptReader
 from moonserve.live.drive.request import RequestDriver
 from moonserve.live.http.client import HttpClient
-from moonserve.live.http.message import HttpRequest, Response, StreamingResponse
+from moonserve.live.http.message import HttpRequest, Response, StreamingResponse, Write
 from moonserve.live.openai.external import ExternalRequest
 from moonserve.live.openai.prompts import Prompts
 from moonserve.live.openai.request import Form
@@ -151,10 +152,9 @@ class EngineExchange(Exchange):
         self._first = piece
         return StreamingResponse(self, content_type=self._calls.content_type)
 
-    async def _more(self) -> bytes | None:
-        piece = await self._driver.next()
-        assert not isinstance(piece, EngineAnswer), "a stream has begun"
-        return piece
+    async def _pour(self, write: Write) -> bool:
+        # A stream has begun, so its pieces are bytes.
+        return await self._driver.pour(cast(Callable[[Piece], bool], write))
 
     async def _close(self) -> None:
         await self._driver.aclose()

@@ -7,23 +7,22 @@ reply. `own_text` and `engine_text` have one kind of exchange each. Nothing here
 from __future__ import annotations
 
 import logging
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable
 
 from moonserve.core.errors import MoonserveError
 from moonserve.core.units import RequestId, Tokens
-from moonserve.live.http.message import Response, StreamingResponse, error_reply
+from moonserve.live.http.message import Poured, Response, StreamingResponse, Write, error_reply
 from moonserve.live.openai.reply import event
 
 log = logging.getLogger(__name__)
 
 
-class Exchange(ABC):
-    """An async iterator of server-sent events, once `begin` has returned a StreamingResponse.
+class Exchange(Poured):
+    """A body of server-sent events, once `begin` has returned a StreamingResponse.
 
     A failure after the first piece becomes an error event, which is the last. Call `aclose` on
-    every path. It is a class because closing an async generator that never started would not end
-    the generation.
+    every path.
     """
 
     def __init__(self, request: RequestId, on_close: Callable[[], None]) -> None:
@@ -31,7 +30,7 @@ class Exchange(ABC):
         self._request = request
         self._on_close = on_close
         self._first = b""
-        self._ended = False
+        self._failed = False
         self._closed = False
 
     @property
@@ -44,33 +43,26 @@ class Exchange(ABC):
         """The reply, once its first piece is here. Raises the error that the client gets."""
 
     @abstractmethod
-    async def _more(self) -> bytes | None:
-        """The next events; b"" if none are complete yet; None: the stream has ended."""
+    async def _pour(self, write: Write) -> bool:
+        """Write the events after the first ones, as `pour` does."""
 
     @abstractmethod
     async def _close(self) -> None:
         """End the work for this client."""
 
-    def __aiter__(self) -> Exchange:
-        return self
-
-    async def __anext__(self) -> bytes:
-        if self._first:
-            first, self._first = self._first, b""
-            return first
-        events: bytes | None = b""
-        while not events:
-            if self._ended:
-                raise StopAsyncIteration
-            try:
-                events = await self._more()
-            except MoonserveError as error:
-                self._ended = True
-                log.warning("%s: the stream ended with an error: %s", self._request, error)
-                return event(error_reply(error))
-            if events is None:
-                raise StopAsyncIteration
-        return events
+    async def pour(self, write: Write) -> bool:
+        """See Poured."""
+        first, self._first = self._first, b""
+        if first and not write(first):
+            return False
+        if self._failed:
+            return True
+        try:
+            return await self._pour(write)
+        except MoonserveError as error:
+            self._failed = True
+            log.warning("%s: the stream ended with an error: %s", self._request, error)
+            return write(event(error_reply(error)))
 
     async def aclose(self) -> None:
         """End the exchange; called again, it has no effect."""

@@ -14,7 +14,7 @@ from moonserve.core.request import Request
 from moonserve.core.units import Tokens
 from moonserve.live.api.exchange import Exchange
 from moonserve.live.drive.metrics import RequestMetrics
-from moonserve.live.http.message import Response, StreamingResponse
+from moonserve.live.http.message import Response, StreamingResponse, Write
 from moonserve.live.openai.reply import ReplyWriter, Usage
 from moonserve.live.openai.text import TextStream
 from moonserve.live.ports import Output
@@ -118,6 +118,7 @@ class TextExchange(Exchange):
         self._writer = writer
         self._streams = stream
         self._wants_ids = ids
+        self._ended = False
 
     @property
     def tokens(self) -> Tokens:
@@ -143,8 +144,12 @@ class TextExchange(Exchange):
             "".join(pieces), generation.finish_reason, ids, generation.usage()
         )
 
-    async def _more(self) -> bytes:
-        return self._piece(await self._generation.next_text())
+    async def _pour(self, write: Write) -> bool:
+        while not self._ended:
+            events = self._piece(await self._generation.next_text())
+            if events and not write(events):
+                return self._ended
+        return True
 
     def _piece(self, text: str) -> bytes:
         """The events of one piece of text; b"" where it adds nothing."""

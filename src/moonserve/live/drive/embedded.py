@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncGenerator, Collection, Coroutine, Mapping
+from collections.abc import AsyncGenerator, Callable, Collection, Coroutine, Mapping
 from typing import Any
 
 import msgspec
@@ -144,10 +144,16 @@ class TokenCalls:
         body = completion_body(self._request, prompt, self._left() + self._repeated, True, params)
         self._decoder = action.to.id
         self._decoding = self._wire.decode(action.to, self._request, body)
-        return await self.next()
+        return await self._next()
 
-    async def next(self) -> Output | None:
-        """See Calls."""
+    async def pour(self, sink: Callable[[Output], bool]) -> bool:
+        """See Calls. Its last piece ends a reply, not the end of the call."""
+        while sink(await self._next()):
+            pass
+        return False
+
+    async def _next(self) -> Output:
+        """The next piece that has a token which the client lacks, or the end."""
         assert self._decoding is not None, "a decode is out"
         async for piece in self._decoding:
             self._stop_ahead()

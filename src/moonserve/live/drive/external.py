@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TypeAlias
 
 from moonserve.core.errors import DeadlineExceeded, MoonserveError
@@ -234,27 +234,28 @@ class EngineCalls:
         self._stop_timer()
         life.prefill_ended()
 
-    async def next(self) -> bytes | None:
-        """See Calls. Returns what has come of the stream, in whole events."""
+    async def pour(self, sink: Callable[[Piece], bool]) -> bool:
+        """See Calls. A piece is what has come of the stream, in whole events."""
         assert self._stream is not None, "a stream has begun"
-        reply, out = self.reply, b""
-        while not out:
-            if reply.error:
-                raise CallLost(
-                    "the engine reported an error in its stream", detail=logged(reply.error)
-                )
-            chunk = await self._stream.take()
-            if chunk is None:
-                if not reply.finish:
-                    raise CallLost("the engine's stream ended early")
-                return None
-            if whole := reply.whole(chunk):
-                out = reply.passed(whole)
-        now_s = self._loop.time()
-        self._caller.metrics.tbt.observe(now_s - self._last_s)
-        self._last_s = now_s
-        self._count()
-        return out
+        reply, observe_tbt = self.reply, self._caller.metrics.tbt.observe
+
+        def take(chunk: bytes) -> bool:
+            whole = reply.whole(chunk)
+            out = reply.passed(whole) if whole else b""
+            if not out:
+                return not reply.error
+            now_s = self._loop.time()
+            observe_tbt(now_s - self._last_s)
+            self._last_s = now_s
+            self._count()
+            return sink(out) and not reply.error
+
+        ended = not reply.error and await self._stream.pour(take)
+        if reply.error:
+            raise CallLost("the engine reported an error in its stream", detail=logged(reply.error))
+        if ended and not reply.finish:
+            raise CallLost("the engine's stream ended early")
+        return ended
 
     def _count(self) -> None:
         if self._note is not None:

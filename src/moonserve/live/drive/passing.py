@@ -41,6 +41,9 @@ class Passing:
         """The engine's error event, which does not pass; empty: it has sent none."""
         self._prefilled = cached
         self._elsewhere = elsewhere or cached is not None
+        self._open_end = b"\n\n\n"
+        """The end, from its finish_reason on, of the last event whose choice goes on. Most events
+        end like the one before, and tell nothing new. At first it is what no event ends with."""
         self._rest = b""
         """The beginning of an event whose end has not come."""
 
@@ -77,10 +80,16 @@ class Passing:
         if _ERROR in events and (found := _ERROR_EVENT.search(events)) is not None:
             events, self.error = events[: found.start()], events[found.start() :]
         self.events += events.count(b"\n") // 2
-        if events.rfind(usage.MARK) >= 0:
+        if usage.MARK in events:
             events = self.put_right(events)
-        self.finish = _finish(events) or self.finish
-        self.done = self.done or _DONE in events[-_END_BYTES:]
+        if events.endswith(self._open_end):
+            return events
+        finish = _finish(events)
+        done = _DONE in events[-_END_BYTES:]
+        if finish is None and not done and (at := events.rfind(_FINISH)) >= 0:
+            self._open_end = events[at:]
+        self.finish = finish or self.finish
+        self.done = self.done or done
         return events
 
     def put_right(self, data: bytes) -> bytes:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Generic, Protocol, TypeVar
 
 from moonserve.core.errors import (
@@ -108,8 +108,11 @@ class Calls(Protocol[PieceT_co]):
     async def decode(self, action: Decode, life: Life) -> PieceT_co | None:
         """Decode from what prefill left; return the first piece."""
 
-    async def next(self) -> PieceT_co | None:
-        """The next piece of the call that has begun; None: the reply has ended."""
+    async def pour(self, sink: Callable[[PieceT_co], bool]) -> bool:
+        """Give `sink` each piece of the call that has begun as it comes.
+
+        True: the reply has ended; False: `sink` has returned False.
+        """
 
     def known(self) -> tuple[Tokens, tuple[BlockKey, ...]]:
         """Length and block keys of prompt plus generated tokens; of the prompt alone if the calls
@@ -126,7 +129,8 @@ class Calls(Protocol[PieceT_co]):
 
 
 class RequestDriver(Generic[PieceT]):
-    """Drives one request. Call `next` until it returns None, and `aclose` on every path."""
+    """Drives one request. Call `next` until it returns None, or `pour` until it returns True, and
+    `aclose` on every path."""
 
     def __init__(
         self,
@@ -171,16 +175,31 @@ class RequestDriver(Generic[PieceT]):
         Raises BadRequest, Overloaded, NobodyAlive, EngineFailed; before the first piece also
         Passed.
         """
+        pieces: list[PieceT] = []
+
+        def only(piece: PieceT) -> bool:
+            pieces.append(piece)
+            return False
+
+        await self.pour(only)
+        return pieces[0] if pieces else None
+
+    async def pour(self, sink: Callable[[PieceT], bool]) -> bool:
+        """Give `sink` each piece of the reply as it comes. False: `sink` has returned False.
+
+        True: there is no more. Raises as `next`.
+        """
         if not self._opened:
             self._open()
         while not self._over:
             if self._reading:
-                piece = await self._read()
+                wanted = await self._read(sink)
             else:
                 piece = await self._act()
-            if piece is not None:
-                return piece
-        return None
+                wanted = piece is None or sink(piece)
+            if not wanted:
+                return self._over
+        return True
 
     async def aclose(self) -> None:
         """End every call that is out. The Conductor then frees what it reserved."""
@@ -276,14 +295,30 @@ class RequestDriver(Generic[PieceT]):
             await asyncio.sleep(self._calls.again_s)
         return await self._calls.prefill(action, self)
 
-    async def _read(self) -> PieceT | None:
-        """The next piece of the call that is out."""
+    async def _read(self, sink: Callable[[PieceT], bool]) -> bool:
+        """Give `sink` the pieces of the call that is out; return whether it takes more."""
+        wanted = True
+        inbox, reply = self.inbox, self._calls.reply
+
+        def take(piece: PieceT) -> bool:
+            nonlocal wanted
+            if inbox.lost is not None:
+                return False  # the call is being ended: a piece that comes now is too late
+            if reply.done:
+                self._took(piece)
+            else:
+                self._noted(piece)
+            wanted = sink(piece)
+            return wanted and not self._over
+
         try:
-            piece = await self.inbox.until_lost(self._calls.next())
+            ended = await self.inbox.until_lost(self._calls.pour(take))
         except Exception as error:  # noqa: BLE001 - a bug in a call is a failed call, and logged
             await self._fail(error, retry=self._calls.resumes)
-            return None
-        return self._took(piece)
+            return True
+        if ended:
+            self._took(None)
+        return wanted
 
     def _took(self, piece: PieceT | None) -> PieceT | None:
         """Account for a piece that goes to the client."""

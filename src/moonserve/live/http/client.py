@@ -17,7 +17,7 @@ import struct
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from functools import lru_cache, partial
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 from urllib.parse import urlsplit
 
 import httptools
@@ -28,6 +28,9 @@ from moonserve.core.units import Bytes
 from moonserve.invalid import without_password
 from moonserve.live.http.switch import Switched
 from moonserve.live.tls.contexts import HANDSHAKE_S, STRANGER, SYSTEM, ServerTrust, Tls
+
+Sink: TypeAlias = Callable[[bytes], bool]
+"""Takes bytes of a reply's body. False: it takes no more for now."""
 
 _NO_HEADERS: Mapping[str, str] = {}
 _MAX_EVENT_BYTES = 16 << 20
@@ -136,6 +139,8 @@ class Connection(asyncio.Protocol):
         that it passed, and with them this connection."""
         self._waiter: asyncio.Future[None] | None = None
         self._waiting_since_s = 0.0
+        self._sink: Sink | None = None
+        """Takes the body as it comes, while `pour` waits; None: what comes is kept in `_chunks`."""
 
     # What the client calls.
 
@@ -172,6 +177,29 @@ class Connection(asyncio.Protocol):
             if not self._busy:
                 return None
             await self._wait()
+        return self._all()
+
+    async def pour(self, sink: Sink) -> bool:
+        """Give the body to `sink` as it comes: all of one read at once, without a switch of tasks.
+
+        True: the body has ended; False: `sink` has returned False. Raises what `sink` raises.
+        """
+        while self._chunks or self._busy:
+            if self._chunks:
+                if not sink(self._all()):
+                    return False
+                continue
+            self._sink = sink
+            try:
+                await self._wait()
+                if self._sink is None:
+                    return False
+            finally:
+                self._sink = None
+        return True
+
+    def _all(self) -> bytes:
+        """Take all pieces that are here; there is one at least."""
         chunks = self._chunks
         whole = chunks[0] if len(chunks) == 1 else b"".join(chunks)
         chunks.clear()
@@ -317,12 +345,34 @@ class Connection(asyncio.Protocol):
                 why = f"{self._peer}: reply head over 64 KiB"
                 self._cut(partial(UpstreamError, why, sent=True))
             return
+        if self._sink is not None:
+            self._pour_out(self._sink)
+            return
         self._buffered += len(data)
         if self._buffered > _HIGH_BYTES and not self._paused and self._transport is not None:
             self._paused = True
             self._transport.pause_reading()
         if self._waiter is not None:
             self._wake()
+
+    def _pour_out(self, sink: Sink) -> None:
+        """Give to `sink` what has just come; `pour` goes on if it takes no more."""
+        self._waiting_since_s = self._loop.time()
+        chunks = self._chunks
+        if not chunks:
+            return
+        whole = chunks.popleft()
+        if chunks:
+            whole += b"".join(chunks)
+            chunks.clear()
+        try:
+            if sink(whole):
+                return
+        except Exception as error:  # noqa: BLE001 - `pour` raises it
+            if self._waiter is not None and not self._waiter.done():
+                self._waiter.set_exception(error)
+        self._sink = None
+        self._wake()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """The socket has ended: this ends a reply without a length, and breaks off any other."""
@@ -821,6 +871,13 @@ class ClientStream:
         Raises as iteration does.
         """
         return self._connection.take()
+
+    def pour(self, sink: Sink) -> Coroutine[Any, Any, bool]:
+        """Give the body to `sink` as it comes. True: it has ended; False: `sink` takes no more.
+
+        Raises as iteration does, and what `sink` raises.
+        """
+        return self._connection.pour(sink)
 
     def idle(self, timeout_s: float) -> None:
         """Set idle_timeout_s from now on."""

@@ -12,10 +12,11 @@ import itertools
 import math
 import re
 import secrets
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from types import MappingProxyType
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeAlias, TypeVar
 from urllib.parse import parse_qsl
 
 import msgspec
@@ -64,14 +65,33 @@ class Response(msgspec.Struct):
     content_type: str = JSON
 
 
+Write: TypeAlias = Callable[[bytes], bool]
+"""Writes a piece of a reply's body. False: write no more for now, the client reads too slowly."""
+
+
+class Poured(ABC):
+    """A body whose pieces are written as they come, without a switch of tasks for each."""
+
+    @abstractmethod
+    async def pour(self, write: Write) -> bool:
+        """Write the pieces. True: all are written; False: `write` has returned False.
+
+        After False the server calls it again, once the client has read.
+        """
+
+    @abstractmethod
+    async def aclose(self) -> None:
+        """The server needs no more of it; called on every path."""
+
+
 class StreamingResponse(msgspec.Struct):
-    """A reply that the server sends chunk by chunk, as `chunks` yields.
+    """A reply that the server sends piece by piece, as `chunks` yields or writes them.
 
     The server closes `chunks` (aclose) in every case. If the client disconnects while the server
-    waits for the next chunk, the await inside `chunks` raises CancelledError.
+    waits for the next piece, the await inside `chunks` raises CancelledError.
     """
 
-    chunks: AsyncIterator[bytes]
+    chunks: AsyncIterator[bytes] | Poured
     status: int = 200
     headers: Mapping[str, str] = _NO_CACHE
     content_type: str = "text/event-stream; charset=utf-8"

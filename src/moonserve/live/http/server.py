@@ -44,6 +44,7 @@ from moonserve.live.http.handshakes import TlsListener, listen
 from moonserve.live.http.message import (
     HttpRequest,
     MethodNotAllowed,
+    Poured,
     Response,
     StreamingResponse,
     error_response,
@@ -98,6 +99,8 @@ _NOT_HTTP = b"Invalid HTTP request received."
 _BAD = (
     _STATUS[400] + b"content-type: text/plain\r\nconnection: close\r\ncontent-length: %d\r\n\r\n%b"
 )
+_SIZE_LINES = [b"%x\r\n" % size for size in range(1_024)]
+"""The first lines of small chunks: most chunks are one token's event."""
 _CHUNKED = b"transfer-encoding: chunked\r\n\r\n"
 _CLOSED_CHUNKED = b"connection: close\r\ntransfer-encoding: chunked\r\n\r\n"
 
@@ -221,9 +224,15 @@ class Accepted(asyncio.Protocol):
         line = _STATUS.get(status) or b"HTTP/1.1 %d \r\n" % status
         self.send(b"".join((line, head, end, body)))
 
-    def write(self, chunk: bytes) -> None:
-        """Write a piece of the body. While `full`, the caller awaits `drained` before the next."""
-        self.send(b"%x\r\n%b\r\n" % (len(chunk), chunk) if self._chunked else chunk)
+    def write(self, chunk: bytes) -> bool:
+        """Write a piece of the body. False: the caller awaits `drained` before the next."""
+        if self._chunked:
+            size = len(chunk)
+            line = _SIZE_LINES[size] if size < len(_SIZE_LINES) else b"%x\r\n" % size
+            chunk = b"".join((line, chunk, b"\r\n"))
+        if not self.transport.is_closing():
+            self.transport.write(chunk)
+        return self._client_reads is None
 
     def send(self, data: bytes) -> None:
         """Write bytes without framing."""
@@ -767,13 +776,18 @@ class App:
                 await request.discard(_DISCARD_BYTES, _DISCARD_S, self._pace)
             request.cancel_on_disconnect()
             connection.begin(reply.status, self._head(request, reply), request, None)
-            async for chunk in reply.chunks:
+            chunks = reply.chunks
+            if isinstance(chunks, Poured):
                 if request.method == "HEAD":
                     return
-                if chunk:
-                    connection.write(chunk)
-                if connection.full:
+                while not await chunks.pour(connection.write):
                     await connection.drained(self.stall_timeout_s)
+            else:
+                async for chunk in chunks:
+                    if request.method == "HEAD":
+                        return
+                    if chunk and not connection.write(chunk):
+                        await connection.drained(self.stall_timeout_s)
         except TimeoutError:
             log.warning("%s: client read nothing for %g s", request.id, self.stall_timeout_s)
             connection.abort()
