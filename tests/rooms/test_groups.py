@@ -97,7 +97,7 @@ def best_cuts_us(members: Sequence[InstanceView], of: Work) -> float:
         steps = []
         for stage, (start, end) in enumerate(pairwise(cuts)):
             view, ready_us = members[stage], members[stage].queue_us(0)
-            link_us = view.cost.load_us[1] * view.kind.block_bytes / SIZE * start / 80
+            link_us = view.cost.load_us[1] * view.info.block_bytes / SIZE * start / 80
             took_us = pass_us(view.cost, start, end)
             load_us = of.load_us if not stage else 0
             steps.append(Step(ready_us + load_us, took_us, link_us if stage else 0.0))

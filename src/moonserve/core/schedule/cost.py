@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import TypeAlias
 
 from moonserve.core.engine.batch import Pass
 from moonserve.core.schedule.facts import PassSample, TransferSample
@@ -276,9 +277,12 @@ class Cost:
         """Microseconds per (load, byte)."""
 
 
-def prefill_features(length: Tokens, cached: Tokens, chunk: Tokens) -> tuple[int, int, int, int]:
-    """Passes, new tokens, their squares and what lies before them, of a prompt of `length` that
-    has `cached` of its tokens, in passes of `chunk`."""
+Features: TypeAlias = tuple[int, int, int, int]
+"""Of a prefill: its passes, new tokens, their squares and what lies before them."""
+
+
+def prefill_features(length: Tokens, cached: Tokens, chunk: Tokens) -> Features:
+    """Those of a prompt of `length` that has `cached` of its tokens, in passes of `chunk`."""
     new = length - cached
     if new <= chunk:
         return 1, new, length * length - cached * cached, cached
@@ -287,7 +291,7 @@ def prefill_features(length: Tokens, cached: Tokens, chunk: Tokens) -> tuple[int
     return passes, new, length * length - cached * cached, past
 
 
-def priced_us(pass_us: Sequence[float], features: tuple[int, int, int, int]) -> Micros:
+def priced_us(pass_us: Sequence[float], features: Features) -> Micros:
     """The time of a prefill with these features; pass_us: see Cost. No coefficient that is lower,
     and no feature, makes it higher."""
     passes, new, square, past = features

@@ -22,11 +22,11 @@ import msgspec
 from moonserve.core.kv.index import Match
 from moonserve.core.request import EffectiveSlo
 from moonserve.core.schedule.actions import Candidate
-from moonserve.core.schedule.cost import loaded_us, prefill_features, priced_us
+from moonserve.core.schedule.cost import Cost, Features, loaded_us, prefill_features, priced_us
 from moonserve.core.schedule.ranking import number_of, row_of
 from moonserve.core.schedule.tuning import Tuning
-from moonserve.core.schedule.view import Decodes, Floor, InstanceView, Kind, Prefills
-from moonserve.core.units import InstanceId, Micros, SegmentId, Tokens
+from moonserve.core.schedule.view import Decodes, Floor, InstanceView, Kind, Prefills, Shape
+from moonserve.core.units import Bytes, InstanceId, Micros, SegmentId, Tokens
 
 Fetch: TypeAlias = Literal["never", "threshold", "cheaper"]
 """When an instance loads a prefix of others rather than computing it. never; threshold: if it
@@ -212,6 +212,39 @@ class Candidates(Sequence[Candidate]):
         return self._all[at]
 
 
+class Plan:
+    """What an instance does for one prompt, whatever its speed."""
+
+    __slots__ = ("alone", "factor", "features", "reused", "size_bytes")
+
+    def __init__(
+        self,
+        reused: int,
+        size_bytes: Bytes,
+        factor: float,
+        features: Features,
+        alone: Features | None,
+    ) -> None:
+        self.reused = reused
+        """Blocks that it starts from."""
+        self.size_bytes = size_bytes
+        """What it loads of them."""
+        self.factor = factor
+        """How many times longer that takes than within a rack."""
+        self.features = features
+        """What it computes then."""
+        self.alone = alone
+        """What it computes if loading does not pay; None: it loads all the same."""
+
+    def load_us(self, cost: Cost) -> Micros:
+        """The time to load."""
+        load_us = loaded_us(cost.load_us, self.size_bytes)
+        return load_us if self.factor == 1.0 else round(self.factor * load_us)
+
+
+NO_PLAN = Plan(0, 0, 1.0, (0, 0, 0, 0), None)
+
+
 class Estimate:
     """Algorithm 1's estimate of one request for any instance: T_transfer, T_queue and T_prefill.
 
@@ -244,7 +277,7 @@ class Estimate:
         longest = source(ask.match, None) if roles.racks else None
         self._home = roles.racks.get(longest, "") if longest is not None else ""
         self._known: dict[tuple[int, Kind], tuple[int, Micros, Micros]] = {}
-        self._work: dict[tuple[int, Tokens], tuple[int, int, int, int]] = {}
+        self._plans: dict[tuple[int, Shape], Plan] = {}
 
     def options(self, views: Sequence[InstanceView], now_us: Micros) -> Options:
         """The terms of these instances."""
@@ -278,12 +311,33 @@ class Estimate:
         usable = self._usable
         return [it for it, blocks in self._own.items() if min(blocks, usable) > cut]
 
-    def work_us(self, view: InstanceView) -> Micros:
-        """What transfer and compute take there."""
-        own = self._own.get(view.segment, 0)
-        pair = (own if own < self._usable else self._usable, view.kind)
-        _, transfer_us, compute_us = self._known.get(pair) or self._terms(*pair)
-        return transfer_us + compute_us
+    def works_us(self, views: Sequence[InstanceView]) -> list[Micros]:
+        """What transfer and compute take on each: one loop without calls for instances of one
+        shape that hold as much, since many may have to be priced."""
+        found: list[Micros] = []
+        own = self._own
+        blocks = -1
+        kind: Kind | None = None
+        shape: Shape | None = None
+        plan = NO_PLAN
+        us = 0
+        for view in views:
+            held = own.get(view.segment, 0)
+            if held != blocks or view.kind is not kind:
+                kind = view.kind
+                if held != blocks or kind.shape is not shape:
+                    blocks = held
+                    shape = kind.shape
+                    plan = self._plan(held if held < self._usable else self._usable, shape)
+                rates = kind.cost.pass_us
+                passes, new, square, past = plan.features
+                us = round(rates[0] * passes + rates[1] * new + rates[2] * square + rates[3] * past)
+                if plan.size_bytes:
+                    us += plan.load_us(kind.cost)
+                    if plan.alone is not None:
+                        us = min(us, priced_us(rates, plan.alone))
+            found.append(us)
+        return found
 
     def least_us(self, floors: Collection[Floor], most: int) -> Micros:
         """What transfer and compute take at least where no more than `most` blocks are held.
@@ -293,55 +347,71 @@ class Estimate:
         return min([self._least_us(floor, most) for floor in floors])
 
     def _least_us(self, floor: Floor, most: int) -> Micros:
+        chunk, _, _, fetches = floor.shape
         best = self._best
-        alone_us = priced_us(floor.pass_us, self._least_features(most, floor.chunk_tokens))
-        if best <= most or not floor.fetches or self._fetch == "never":
+        alone_us = priced_us(floor.pass_us, self._least_features(most, chunk))
+        if best <= most or not fetches or self._fetch == "never":
             return alone_us
-        load_us = loaded_us(floor.load_us, (best - most) * floor.block_bytes)
-        if self._home and floor.rack not in ("", self._home):
-            load_us = round(self._cross_rack * load_us)
-        rest_us = priced_us(floor.pass_us, self._features(best, floor.chunk_tokens))
+        size_bytes, factor = self._load(most, floor.shape)
+        load_us = loaded_us(floor.load_us, size_bytes)
+        if factor != 1.0:
+            load_us = round(factor * load_us)
+        rest_us = priced_us(floor.pass_us, self._features(best, chunk))
         if self._fetch == "threshold" and best > most * self._threshold:
             return load_us + rest_us
         return min(alone_us, load_us + rest_us)
 
-    def _features(self, blocks: int, chunk: Tokens) -> tuple[int, int, int, int]:
-        """The features of a prefill that starts from so many blocks."""
-        pair = blocks, chunk
-        found = self._work.get(pair)
-        if found is None:
-            cached = blocks * self._block_size
-            found = self._work[pair] = prefill_features(self._length, cached, chunk)
-        return found
+    def _load(self, local: int, shape: Shape) -> tuple[Bytes, float]:
+        """The bytes that an instance lacks of the longest prefix, and how much longer a transfer
+        takes there than within a rack."""
+        _, block_bytes, rack, _ = shape
+        crosses = self._home and rack not in ("", self._home)
+        return (self._best - local) * block_bytes, self._cross_rack if crosses else 1.0
 
-    def _least_features(self, most: int, chunk: Tokens) -> tuple[int, int, int, int]:
+    def _features(self, blocks: int, chunk: Tokens) -> Features:
+        """The features of a prefill that starts from so many blocks."""
+        return prefill_features(self._length, blocks * self._block_size, chunk)
+
+    def _least_features(self, most: int, chunk: Tokens) -> Features:
         """No feature is lower for a prefill that starts from `most` blocks or fewer."""
         passes, new, square, past = self._features(most, chunk)
         return passes, new, square, past - passes * most * self._block_size
 
-    def _terms(self, local: int, kind: Kind) -> tuple[int, Micros, Micros]:
-        """Blocks to start from, time to load those it lacks, time to compute the rest."""
+    def _plan(self, local: int, shape: Shape) -> Plan:
+        """What an instance of this shape does that holds so many blocks."""
+        pair = local, shape
+        plan = self._plans.get(pair)
+        if plan is None:
+            plan = self._plans[pair] = self._planned(local, shape)
+        return plan
+
+    def _planned(self, local: int, shape: Shape) -> Plan:
+        chunk, _, _, fetches = shape
         best = self._best
         fetch = self._fetch
+        own = self._features(local, chunk)
+        if best <= local or not fetches or fetch == "never":
+            return Plan(local, 0, 1.0, own, None)
+        if fetch == "threshold" and best <= local * self._threshold:
+            return Plan(local, 0, 1.0, own, None)
+        size_bytes, factor = self._load(local, shape)
+        rest = self._features(best, chunk)
+        return Plan(best, size_bytes, factor, rest, own if fetch == "cheaper" else None)
+
+    def _terms(self, local: int, kind: Kind) -> tuple[int, Micros, Micros]:
+        """Blocks to start from, time to load those it lacks, time to compute the rest."""
+        plan = self._plan(local, kind.shape)
         cost = kind.cost
-        chunk = kind.chunk_tokens
-        reused = local
-        transfer_us = 0
-        if (best > local and kind.fetches) and (
-            fetch == "cheaper" or (fetch == "threshold" and best > local * self._threshold)
-        ):
-            crosses = self._home and kind.rack not in ("", self._home)
-            load_us = loaded_us(cost.load_us, (best - local) * kind.block_bytes)
-            reused = best
-            transfer_us = round(self._cross_rack * load_us) if crosses else load_us
-        compute_us = priced_us(cost.pass_us, self._features(reused, chunk))
-        if fetch == "cheaper" and reused > local:
-            alone_us = priced_us(cost.pass_us, self._features(local, chunk))
-            if transfer_us + compute_us >= alone_us:
-                reused = local
-                transfer_us = 0
-                compute_us = alone_us
-        row = self._known[local, kind] = reused, transfer_us, compute_us
+        compute_us = priced_us(cost.pass_us, plan.features)
+        row = plan.reused, 0, compute_us
+        if plan.reused > local:
+            transfer_us = plan.load_us(cost)
+            row = plan.reused, transfer_us, compute_us
+            if plan.alone is not None:
+                alone_us = priced_us(cost.pass_us, plan.alone)
+                if transfer_us + compute_us >= alone_us:
+                    row = local, 0, alone_us
+        self._known[local, kind] = row
         return row
 
 
@@ -355,6 +425,8 @@ def source(match: Match, own: SegmentId | None) -> SegmentId | None:
 
 
 _ORDER = attrgetter("order")
+_WINDOW = 64
+"""Decode instances whose load allows for a tie: if there are more, ties are sought by `order`."""
 _ANY: Tokens = -(1 << 60)
 """Less than any room."""
 _TRIED = 4
@@ -431,10 +503,10 @@ def _lowest(
     allows for the lowest.
     """
     room = context
-    first = _first(decodes, context, room, None, home)
+    first = _first(decodes, decodes.order.entries, context, room, None, home)
     if first is None:
         room = _ANY
-        first = _first(decodes, context, room, None, home)
+        first = _first(decodes, decodes.order.entries, context, room, None, home)
     assert first is not None
     tbt_us = first.tbt_us(context)
     loads = decodes.load.entries
@@ -447,33 +519,42 @@ def _lowest(
             break
         row = row_of(entry)
         view = decodes.views[row]
-        if view.room_tokens < room or not decodes.takes(row):
+        if view.room_tokens < room or not decodes.takes[row]:
             continue
         us = view.tbt_us(context)
         before = view is home or (lowest is not home and row < rows[lowest])
         if us < tbt_us or (us == tbt_us and before):
             tbt_us = us
             lowest = view
-    best = _first(decodes, context, room, tbt_us * (1 + lowest.cost.error), home)
+    limit_us = tbt_us * (1 + lowest.cost.error)
+    count = decodes.until(limit_us, context)
+    if count <= _WINDOW:
+        near = [row_of(entry) for entry in loads[:count]]
+        entries = sorted([decodes.order.entry(row) for row in near])
+    else:
+        entries = decodes.order.entries
+    best = _first(decodes, entries, context, room, limit_us, home)
     assert best is not None
     return best.tbt_us(context), best
 
 
 def _first(
     decodes: Decodes,
+    entries: Sequence[int],
     context: Tokens,
     room: Tokens,
     limit_us: float | None,
     home: InstanceView | None,
 ) -> InstanceView | None:
-    """The first by `order` with this much room and a TBT within the limit; of equal ones `home`."""
+    """The first of these entries of `order` with this much room and a TBT within the limit; of
+    equal ones `home`."""
     best: InstanceView | None = None
-    for entry in decodes.order.entries:
+    for entry in entries:
         if best is not None and (home is None or number_of(entry) != best.order):
             break
         row = row_of(entry)
         view = decodes.views[row]
-        if view.room_tokens < room or not decodes.takes(row):
+        if view.room_tokens < room or not decodes.takes[row]:
             continue
         if limit_us is None or view.tbt_us(context) <= limit_us:
             best = view if best is None or view is home else best
@@ -514,7 +595,7 @@ def _least_loaded(decodes: Decodes, context: Tokens, but: InstanceView) -> Seque
             break
         row = row_of(entry)
         view = decodes.views[row]
-        if view is not but and view.room_tokens >= context and decodes.takes(row):
+        if view is not but and view.room_tokens >= context and decodes.takes[row]:
             insort(found, (view.tbt_us(context), row))
             del found[_TRIED - 1 :]
     return [decodes.views[row] for _, row in found]

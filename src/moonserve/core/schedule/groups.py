@@ -110,7 +110,7 @@ def partners(
         and view.takes_prefill
         and view.kv_tokens >= work.length
     ]
-    move_us = first.cost.load_us[1] * work.length / work.block_size * first.kind.block_bytes
+    move_us = first.cost.load_us[1] * work.length / work.block_size * first.info.block_bytes
 
     def late_us(view: InstanceView) -> float:
         return free_us(view, now_us) + way(first, view, work.cross_rack) * move_us

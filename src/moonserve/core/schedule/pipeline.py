@@ -127,7 +127,7 @@ def way(source: InstanceView, target: InstanceView, cross_rack: float) -> float:
 
 def _link(source: InstanceView, target: InstanceView, work: Work, tokens: float) -> float:
     """Time for the KV of `tokens` tokens from one instance to the other, without the base."""
-    per_token_us = target.cost.load_us[1] * target.kind.block_bytes / work.block_size
+    per_token_us = target.cost.load_us[1] * target.info.block_bytes / work.block_size
     return way(source, target, work.cross_rack) * per_token_us * tokens
 
 

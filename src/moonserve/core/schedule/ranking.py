@@ -38,6 +38,10 @@ class Ranking:
             del self.entries[bisect_left(self.entries, before)]
             insort(self.entries, entry)
 
+    def entry(self, row: int) -> int:
+        """The entry of a row."""
+        return self._of[row]
+
     def until(self, number: int) -> int:
         """How many rows have this number or a lower one."""
         return bisect_left(self.entries, (number + 1) << _BITS)

@@ -11,10 +11,10 @@ the order of ties than `LOOKED` others. A law compares the decisions with a look
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from moonserve.core.schedule.estimate import Estimate
-from moonserve.core.schedule.ranking import number_of, row_of
+from moonserve.core.schedule.ranking import row_of
 from moonserve.core.schedule.view import InstanceView, Prefills
 from moonserve.core.units import Micros
 
@@ -25,6 +25,9 @@ FEW = 16
 """Of so many instances all are priced."""
 _WINDOW = 48
 """Instances of which some may tie: if there are more, ties are sought by `order`."""
+_FIRST = 4
+"""Instances that are priced before the bound is looked at; then some at a time."""
+_STEP = 64
 _NEVER: Micros = 1 << 60
 
 
@@ -45,11 +48,11 @@ def likely(
 
 
 class _Search:
-    """One search: the TTFTs of the rows that were priced."""
+    """One search: the TTFTs of the rows that were priced, and what transfer and compute take."""
 
     __slots__ = (
         "best_us", "cut", "estimate", "least_us", "now_us", "prefills", "second_us", "ttfts_us",
-        "views",
+        "views", "works_us",
     )  # fmt: skip
 
     def __init__(self, estimate: Estimate, prefills: Prefills, now_us: Micros) -> None:
@@ -61,38 +64,47 @@ class _Search:
         self.least_us = estimate.least_us(prefills.floors.values(), self.cut)
         """What transfer and compute take at least where no more than `cut` blocks are held."""
         self.ttfts_us: dict[int, Micros] = {}
+        self.works_us: dict[int, Micros] = {}
         self.best_us = _NEVER
         self.second_us = _NEVER
 
-    def price(self, row: int) -> None:
-        """Find the TTFT of a row, if it takes the request."""
-        if row in self.ttfts_us or not self.prefills.takes(row):
-            return
-        view = self.views[row]
-        us = self.estimate.work_us(view) + view.queue_us(self.now_us)
-        self.ttfts_us[row] = us
-        if us < self.best_us:
-            self.second_us = self.best_us
-            self.best_us = us
-        elif us < self.second_us:
-            self.second_us = us
+    def price(self, rows: Sequence[int]) -> None:
+        """Find the TTFTs of those of these rows that take the request."""
+        takes = self.prefills.takes
+        ttfts_us = self.ttfts_us
+        new = [row for row in rows if row not in ttfts_us and takes[row]]
+        views = [self.views[row] for row in new]
+        now_us = self.now_us
+        for row, view, work_us in zip(new, views, self.estimate.works_us(views), strict=True):
+            us = work_us + view.queue_us(now_us)
+            ttfts_us[row] = us
+            self.works_us[row] = work_us
+            if us < self.best_us:
+                self.second_us = self.best_us
+                self.best_us = us
+            elif us < self.second_us:
+                self.second_us = us
 
     def holders(self) -> None:
         """Price those with the longest runs."""
         rows = self.prefills.by_segment
         for segment in self.estimate.holders(self.cut):
-            for row in rows.get(segment, ()):
-                self.price(row)
+            self.price(rows.get(segment, ()))
 
     def soonest(self) -> None:
         """Price those that are ready so soon that they may be the best or the second."""
-        now_us = self.now_us
-        least_us = self.least_us - now_us
-        for entry in self.prefills.ready.entries:
-            ready_us = number_of(entry)
-            if least_us + (ready_us if ready_us > now_us else now_us) >= self.second_us:
-                break
-            self.price(row_of(entry))
+        ready = self.prefills.ready
+        at = 0
+        step = _FIRST
+        stop = len(ready.entries)
+        while at < stop:
+            rows = [row_of(entry) for entry in ready.entries[at : min(at + step, stop)]]
+            self.price(rows)
+            at += step
+            step = _STEP
+            if self.second_us < _NEVER:
+                wait_us = self.second_us - self.least_us  # it may not be ready as late as this
+                stop = ready.until(self.now_us + wait_us - 1) if wait_us > 0 else 0
 
     def ties(self) -> None:
         """Price those that may tie with the best: all, or the first by `order`."""
@@ -101,39 +113,61 @@ class _Search:
         last_us = self.now_us + most_us
         count = prefills.ready.until(last_us)
         if count <= _WINDOW:
-            for entry in prefills.ready.entries[:count]:
-                self.price(row_of(entry))
+            self.price([row_of(entry) for entry in prefills.ready.entries[:count]])
             return
         compared = 0
-        for entry in prefills.order.entries:
-            row = row_of(entry)
-            view = self.views[row]
-            if view.ready_us > last_us or not prefills.takes(row):
-                continue
-            self.price(row)
-            if self.estimate.own_blocks(view) <= self.cut and self.is_tie(row):
-                compared += 1
-                if compared == LOOKED:
+        some: list[int] = []
+        for row in self.by_order(count, last_us):
+            some.append(row)
+            if len(some) == LOOKED:
+                self.price(some)
+                compared += len(self.others(some))
+                some = []
+                if compared >= LOOKED:
                     break
+        self.price(some)
 
-    def is_tie(self, row: int) -> bool:
-        """Whether a row that was priced ties with the best."""
-        view = self.views[row]
-        more_us = self.ttfts_us[row] - self.best_us
-        return more_us <= view.cost.error * self.estimate.work_us(view)
+    def by_order(self, count: int, last_us: Micros) -> Iterator[int]:
+        """The rows that are ready by then, which are so many, by InstanceView.order; maybe some
+        more."""
+        views = self.views
+        if 8 * count < len(views):
+            rows = [row_of(entry) for entry in self.prefills.ready.entries[:count]]
+            yield from sorted(rows, key=lambda row: (views[row].order, row))
+        else:
+            for entry in self.prefills.order.entries:
+                row = row_of(entry)
+                if views[row].idle_us <= last_us:
+                    yield row
+
+    def ties_of(self, rows: Iterable[int]) -> list[int]:
+        """Those of these rows that were priced and tie with the best."""
+        best_us = self.best_us
+        views = self.views
+        ttfts_us = self.ttfts_us
+        works_us = self.works_us
+        return [
+            row
+            for row in rows
+            if row in ttfts_us and ttfts_us[row] - best_us <= views[row].cost.error * works_us[row]
+        ]
+
+    def others(self, rows: Iterable[int]) -> list[int]:
+        """Those that tie and are none of the holders of the longest runs."""
+        held = self.estimate.own_blocks
+        return [row for row in self.ties_of(rows) if held(self.views[row]) <= self.cut]
 
     def found(self, shown: int) -> Sequence[InstanceView]:
         """All that matter of those that were priced."""
         views = self.views
         ttfts_us = self.ttfts_us
-        rows = sorted(ttfts_us)
+        rows = list(ttfts_us)
         if len(rows) > 2 * shown:
-            keep = dict.fromkeys(sorted(rows, key=ttfts_us.__getitem__)[:shown])
-            ties = [row for row in rows if self.is_tie(row)]
-            ties.sort(key=lambda row: views[row].order)
-            held = self.estimate.own_blocks
-            others = [row for row in ties if held(views[row]) <= self.cut]
-            keep |= dict.fromkeys(row for row in ties if held(views[row]) > self.cut)
-            keep |= dict.fromkeys(others[:LOOKED])
-            rows = sorted(keep)
-        return [views[row] for row in rows]
+            ties = self.ties_of(rows)
+            ties.sort(key=lambda row: (views[row].order, row))
+            others = self.others(ties)
+            rows.sort(key=lambda row: (ttfts_us[row], row))
+            long = dict.fromkeys(others[LOOKED:])
+            keep = [*rows[:shown], *[row for row in ties if row not in long]]
+            rows = list(dict.fromkeys(keep))
+        return [views[row] for row in sorted(rows)]

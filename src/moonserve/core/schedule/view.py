@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from itertools import count
+from typing import TypeAlias
 
 import msgspec
 
@@ -22,7 +23,7 @@ from moonserve.core.schedule.observed import Trust
 from moonserve.core.schedule.ranking import Ranking, number_of, row_of
 from moonserve.core.schedule.residency import Residency
 from moonserve.core.shares import extended
-from moonserve.core.units import InstanceId, Micros, RequestId, SegmentId, Tokens
+from moonserve.core.units import Bytes, InstanceId, Micros, RequestId, SegmentId, Tokens
 
 NO_SEGMENT = SegmentId("")
 """Stands for the segment of an instance that has none; it holds nothing."""
@@ -36,30 +37,25 @@ _FINE = 1_024.0
 """A power of two: parts of a microsecond by which loads are told apart."""
 
 
+Shape: TypeAlias = tuple[Tokens, Bytes, str, bool]
+"""Tokens of a pass, bytes of a block, rack, and whether it loads prefixes of others."""
+
+
 class Kind:
     """What the time for a prefill depends on, beside the work.
 
     Compared by identity: ClusterView lets instances that are alike share one.
     """
 
-    __slots__ = ("block_bytes", "chunk_tokens", "cost", "fetches", "rack")
+    __slots__ = ("cost", "shape")
 
     def __init__(self, info: InstanceInfo, cost: Cost) -> None:
         self.cost = cost
-        self.chunk_tokens = info.chunk_tokens
-        self.block_bytes = info.block_bytes
-        self.rack = info.rack
-        self.fetches = info.fetches
+        self.shape: Shape = (info.chunk_tokens, info.block_bytes, info.rack, info.fetches)
 
     def is_like(self, other: Kind) -> bool:
         """Whether both depend on the same."""
-        return (
-            self.cost is other.cost
-            and self.chunk_tokens == other.chunk_tokens
-            and self.block_bytes == other.block_bytes
-            and self.rack == other.rack
-            and self.fetches == other.fetches
-        )
+        return self.cost is other.cost and self.shape == other.shape
 
 
 class InstanceView:
@@ -386,7 +382,8 @@ class Role:
         """The memory of the smallest: any request of this length fits into each."""
         self.ways = dict.fromkeys([view.info.connector for view in self.views])
         """Their connectors."""
-        self._takes: list[bool] = []
+        self.takes: list[bool] = []
+        """Whether each takes one more request."""
         self.order = Ranking([])
         """By InstanceView.order."""
         self.taking = 0
@@ -403,15 +400,15 @@ class Role:
     def _rank(self) -> None:
         """Bring all up to date."""
         self.order = Ranking([view.order for view in self.views])
-        self._takes = [not self.kept or self._takes_one(view) for view in self.views]
-        self.taking = sum(self._takes)
+        self.takes = [not self.kept or self._takes_one(view) for view in self.views]
+        self.taking = sum(self.takes)
 
     def _put(self, row: int, view: InstanceView) -> None:
         """Bring one instance up to date."""
         self.order.put(row, view.order)
         takes = self._takes_one(view)
-        if takes != self._takes[row]:
-            self._takes[row] = takes
+        if takes != self.takes[row]:
+            self.takes[row] = takes
             self.taking += 1 if takes else -1
 
     def sync(self) -> None:
@@ -425,27 +422,23 @@ class Role:
                 self._put(rows[view], view)
         stale.clear()
 
-    def takes(self, row: int) -> bool:
-        """Whether the instance of this row takes one more request."""
-        return self._takes[row]
-
     def has(self, view: InstanceView) -> bool:
         """Whether this instance is one of those that take one more request."""
         row = self.rows.get(view)
-        return row is not None and self._takes[row]
+        return row is not None and self.takes[row]
 
     def all(self) -> Sequence[InstanceView]:
         """Those that take one more request."""
         if self.taking == len(self.views):
             return self.views
-        return [view for view, takes in zip(self.views, self._takes, strict=True) if takes]
+        return [view for view, takes in zip(self.views, self.takes, strict=True) if takes]
 
     def first(self, most: int) -> list[int]:
         """Rows of those that take one more request, the first by `order`."""
         found: list[int] = []
         for entry in self.order.entries:
             row = row_of(entry)
-            if self._takes[row]:
+            if self.takes[row]:
                 found.append(row)
                 if len(found) == most:
                     break
@@ -456,7 +449,7 @@ class Role:
         self.sync()
         assert self.order.entries == Ranking([view.order for view in self.views]).entries
         takes = [not self.kept or self._takes_one(view) for view in self.views]
-        assert self._takes == takes
+        assert self.takes == takes
         assert self.taking == sum(takes)
 
 
@@ -464,13 +457,10 @@ class Floor:
     """The lowest costs of instances whose kinds differ in nothing else; no coefficient is higher
     than that of any of them."""
 
-    __slots__ = ("block_bytes", "chunk_tokens", "fetches", "load_us", "pass_us", "rack")
+    __slots__ = ("load_us", "pass_us", "shape")
 
     def __init__(self, kind: Kind) -> None:
-        self.chunk_tokens = kind.chunk_tokens
-        self.block_bytes = kind.block_bytes
-        self.rack = kind.rack
-        self.fetches = kind.fetches
+        self.shape = kind.shape
         self.pass_us = kind.cost.pass_us
         self.load_us = kind.cost.load_us
 
@@ -487,7 +477,7 @@ class Prefills(Role):
     def __init__(self, views: Sequence[InstanceView], kept: bool = False) -> None:
         self.ready = Ranking([])
         """By InstanceView.ready_us: those that are free first come first."""
-        self.floors: dict[tuple[Tokens, int, str, bool], Floor] = {}
+        self.floors: dict[Shape, Floor] = {}
         self.most_error = 0.0
         """No instance's Cost.error is higher."""
         self._put_since = 0
@@ -528,10 +518,9 @@ class Prefills(Role):
 
     def _lower(self, view: InstanceView) -> None:
         kind = view.kind
-        shape = (kind.chunk_tokens, kind.block_bytes, kind.rack, kind.fetches)
-        floor = self.floors.get(shape)
+        floor = self.floors.get(kind.shape)
         if floor is None:
-            floor = self.floors[shape] = Floor(kind)
+            floor = self.floors[kind.shape] = Floor(kind)
         floor.lower(kind.cost)
         if kind.cost.error > self.most_error:
             self.most_error = kind.cost.error
@@ -550,7 +539,7 @@ class Prefills(Role):
         assert self.ready.entries == Ranking([int(view.ready_us) for view in self.views]).entries
         for view in self.views:
             kind = view.kind
-            floor = self.floors[kind.chunk_tokens, kind.block_bytes, kind.rack, kind.fetches]
+            floor = self.floors[kind.shape]
             pairs = [*zip(floor.pass_us, kind.cost.pass_us, strict=True)]
             pairs += zip(floor.load_us, kind.cost.load_us, strict=True)
             assert all(least <= own for least, own in pairs)
@@ -609,6 +598,11 @@ class Decodes(Role):
         """What `tbt_us` is at least for an entry of `load` and those behind it."""
         return round(number_of(entry) / _FINE + self.least_context_us * context)
 
+    def until(self, limit_us: float, context: Tokens) -> int:
+        """How many entries of `load` may have a `tbt_us` within this limit."""
+        part_us = limit_us + 1 - self.least_context_us * context
+        return self.load.until(int(_FINE * part_us) + 1) if part_us > 0 else 0
+
     def check(self) -> None:
         """See Role."""
         super().check()
@@ -663,6 +657,8 @@ class ClusterView:
     def add(self, view: InstanceView) -> None:
         """Add or replace an instance, keeping id order so that ties fall the same way always."""
         for other in self.instances.values():
+            if other.kind.shape == view.kind.shape:
+                view.kind.shape = other.kind.shape  # the same object is found to be equal sooner
             if other.kind.is_like(view.kind):
                 view.kind = other.kind
                 break
