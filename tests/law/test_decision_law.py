@@ -163,7 +163,10 @@ class Fleet:
         held = stores.__getitem__
         if late:
             free = [it for it in prefills.views if it.is_free(self.now_us, 100)]
-            return Roles(free, decodes, prefills.views, views.racks, doubts, held)
+            prefills.sync()
+            assert prefills.free(self.now_us, 100) == free
+            some = prefills.only(free, kept=True)
+            return Roles(some, decodes, prefills.views, views.racks, doubts, held)
         return Roles(prefills, decodes, None, views.racks, doubts, held)
 
 

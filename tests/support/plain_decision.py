@@ -59,7 +59,7 @@ def candidates(
 ) -> tuple[list[InstanceView], list[InstanceView], Estimate, bool] | None:
     """Prefill and decode instances that take the request, and whether one does all of it."""
     need = ask.length
-    every_prefill, every_decode = roles.prefills.views, roles.decodes.views
+    every_prefill, every_decode = roles.prefills.members, roles.decodes.members
     prefills = [v for v in every_prefill if v.takes_prefill and v.kv_tokens >= need]
     decodes = [v for v in every_decode if v.takes_decode and v.kv_tokens >= need]
     if ask.rank and not prefills:

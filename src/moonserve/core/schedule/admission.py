@@ -119,9 +119,10 @@ def yields(
     own one (not the cluster's) if it `is_late`: past the time by which it should have begun.
     Objectives of the members are never given up.
     """
+    if not verdict.misses_tbt:
+        return False
     chosen = verdict.decision.decode
-    busy = any(view.decodes and view.cost.known for view in decodes if view.info.id == chosen)
-    if not verdict.misses_tbt or not busy:
+    if not any(view.decodes and view.cost.known for view in decodes if view.info.id == chosen):
         return False
     if verdict.breaks_us is not None or slo.tbt_us is None:
         return True

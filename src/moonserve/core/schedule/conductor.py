@@ -71,7 +71,14 @@ from moonserve.core.schedule.policy_state import PolicyState
 from moonserve.core.schedule.retry import RetryCalendar
 from moonserve.core.schedule.retry_after import RetryAfter
 from moonserve.core.schedule.tuning import Tuning
-from moonserve.core.schedule.view import ClusterView, InstanceView, Promised, preferred
+from moonserve.core.schedule.view import (
+    ClusterView,
+    FreeTimes,
+    InstanceView,
+    Prefills,
+    Promised,
+    preferred,
+)
 from moonserve.core.schedule.waiting import Waiter, WaitingRoom
 from moonserve.core.shares import Shares
 from moonserve.core.units import (
@@ -204,7 +211,8 @@ class Conductor:
         ahead_us = self.tuning.bind_ahead_us
         refuses = admission.refuses_some(self.tuning)
         for model, room in self._rooms.items():
-            free_us = [now_us + view.queue_us(now_us) for view in self.view.prefills(model)]
+            views = self.view.prefills(model) if ahead_us else ()
+            free_us = [now_us + view.queue_us(now_us) for view in views]
             times += room.wakes_us(now_us, free_us, ahead_us, refuses)
         return min((time for time in times if time > now_us), default=None)
 
@@ -455,7 +463,7 @@ class Conductor:
     def _decide(self, life: Handoff, roles: Roles, now_us: Micros) -> Verdict | None:
         """The best placement on these instances by now; nothing changes."""
         request = life.request
-        prefills = roles.prefills.views
+        prefills = roles.prefills.members
         if not prefills or not roles.decodes.views:
             return None
         ask = Ask(
@@ -475,7 +483,7 @@ class Conductor:
     def _roles(
         self,
         model: str,
-        prefills: Sequence[InstanceView] | None = None,
+        prefills: Prefills | None = None,
         partners: Sequence[InstanceView] | None = None,
     ) -> Roles:
         """All instances for a model, or only these of prefill."""
@@ -678,11 +686,12 @@ class Conductor:
         held: set[RequestId] = set()
         """Requests that only busy instances can take: others may pass them."""
         room.try_again()
+        role = self.view.prefill_role(model)
         while len(room):
-            if not any(view.is_free(now_us, ahead_us) for view in prefills):
+            free = role.free(now_us, ahead_us)
+            if not free:
                 return
-            free_us = [now_us + view.queue_us(now_us) for view in prefills]
-            first = room.next(now_us, free_us, held)
+            first = room.next(now_us, FreeTimes(prefills, now_us), held)
             if first is None:
                 return
             life = self._lives[first.request]
@@ -690,13 +699,16 @@ class Conductor:
                 room.remove(first.request)  # the instance that it waited for is gone
                 self._place(life, now_us)
                 continue
-            fitting = [view for view in prefills if view.kv_tokens >= life.length]
-            wanted = preferred(fitting, life.failed)
-            free = [view for view in wanted if view.is_free(now_us, ahead_us)]
+            fitting: Sequence[InstanceView] = prefills
+            if life.length > role.least_kv or life.failed:
+                fitting = [view for view in prefills if view.kv_tokens >= life.length]
+                wanted = dict.fromkeys(preferred(fitting, life.failed))
+                free = [view for view in free if view in wanted]
             if not free:
                 held.add(first.request)
                 continue
-            verdict = self._decide_and_note(life, self._roles(model, free, fitting), now_us)
+            roles = self._roles(model, role.only(free, kept=True), fitting)
+            verdict = self._decide_and_note(life, roles, now_us)
             if verdict is None:
                 return
             self._bind_first(room, first, life, verdict, now_us)

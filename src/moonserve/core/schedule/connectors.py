@@ -38,7 +38,7 @@ def able(ask: Ask, prefills: Prefills, decodes: Decodes) -> Prefills | None:
         for view in prefills.all()
         if (decodes.has(view) if _whole(view) else view.info.connector in ways)
     ]
-    return Prefills(found) if found else None
+    return prefills.only(found) if found else None
 
 
 def _whole(view: InstanceView) -> bool:
@@ -61,7 +61,7 @@ def mates(prefill: InstanceView, decodes: Decodes) -> Decodes:
     way = prefill.info.connector
     if len(decodes.ways) == 1 and way in decodes.ways:
         return decodes
-    return Decodes(speaking(way, decodes.all()))
+    return decodes.only(speaking(way, decodes.all()))
 
 
 def speaking(way: Connector, views: Sequence[InstanceView]) -> Sequence[InstanceView]:

@@ -151,7 +151,7 @@ def _candidates(ask: Ask, roles: Roles, policy: Policy, tuning: Tuning) -> _Fiel
             return None
         prefills = found
     if ask.avoid:
-        prefills = Prefills(preferred(prefills.all(), ask.avoid))
+        prefills = prefills.only(preferred(prefills.all(), ask.avoid))
     return _Field(prefills, decodes, estimate, roles.held, external, alone=bool(lone))
 
 
@@ -320,7 +320,7 @@ def _choose_decode(
     if field.external:
         decodes = Decodes([near]) if field.alone else connectors.mates(near, decodes)
     if ask.avoid:
-        decodes = Decodes(preferred(decodes.all(), ask.avoid))
+        decodes = decodes.only(preferred(decodes.all(), ask.avoid))
     slo = ask.slo.slo
     context = ask.length + ask.expected_tokens
     goal_us = slo.tbt_us

@@ -480,7 +480,7 @@ def choose_decode(
     rows = [(view.tbt_us(context), view) for view in _roomy(decodes, context)]  # all of them
     met = [(us, view) for us, view in rows if meets_goals(view, us, goal_us)]
     rows = met or rows
-    tbt_us, best = _lowest(Decodes([view for _, view in rows]), context, home)
+    tbt_us, best = _lowest(decodes.only([view for _, view in rows]), context, home)
     same = [view for us, view in rows if view.info.rack == rack and us <= tbt_us * _NEAR]
     if rack and best.info.rack != rack and same:
         best = min(same, key=_ORDER)

@@ -38,7 +38,7 @@ def likely(
 
     Among them are the `shown` ones with the lowest TTFT of those that were priced.
     """
-    if len(prefills) <= FEW:
+    if prefills.taking <= FEW:
         return prefills.all()
     search = _Search(estimate, prefills, now_us)
     search.holders()
@@ -97,7 +97,7 @@ class _Search:
         at = 0
         step = _FIRST
         stop = len(ready.entries)
-        while at < stop:
+        while at < stop and len(self.ttfts_us) < self.prefills.taking:
             rows = [row_of(entry) for entry in ready.entries[at : min(at + step, stop)]]
             self.price(rows)
             at += step

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from itertools import count
-from typing import TypeAlias
+from typing import TypeAlias, overload
 
 import msgspec
 
@@ -368,30 +368,42 @@ class Role:
     """The instances that may take one role for one model, in the order of their ids.
 
     Kept by ClusterView: a view notes in `stale` that it changed, and `sync` brings what changed up
-    to date before a decision reads it. Made of a plain list, it is as of now, and each of its
-    instances takes the request that it was made for.
+    to date before a decision reads it. A Role of a plain list, or a part of another Role, is as of
+    now.
     """
 
-    def __init__(self, views: Sequence[InstanceView], kept: bool = False) -> None:
-        self.views = list(views)
+    def __init__(
+        self, views: Sequence[InstanceView], kept: bool = False, whole: Role | None = None
+    ) -> None:
         self.kept = kept
-        self.rows = {view: row for row, view in enumerate(self.views)}
+        """Whether some may not take one more request; else each does."""
+        self.members = views
+        self.views: Sequence[InstanceView] = views if whole is None else whole.views
+        """The members, or those of the whole: orders have their rows."""
+        self.rows: dict[InstanceView, int]
         """The place of each in `views`."""
+        if whole is None:
+            self.rows = {view: row for row, view in enumerate(views)}
+        else:
+            self.rows = whole.rows
         self.stale: dict[InstanceView, None] = {}
-        self.least_kv: Tokens = min([view.kv_tokens for view in self.views], default=0)
+        self.least_kv: Tokens = min([view.kv_tokens for view in views], default=0)
         """The memory of the smallest: any request of this length fits into each."""
-        self.ways = dict.fromkeys([view.info.connector for view in self.views])
+        self.ways = dict.fromkeys([view.info.connector for view in views])
         """Their connectors."""
-        self.takes: list[bool] = []
-        """Whether each takes one more request."""
-        self.order = Ranking([])
-        """By InstanceView.order."""
+        self.takes: list[bool] = [False] * len(self.views)
+        """Whether each of `views` is a member that takes one more request."""
         self.taking = 0
-        """How many take one more request."""
-        self._rank()
+        """How many do."""
+        self.order: Ranking = Ranking([]) if whole is None else whole.order
+        """By InstanceView.order."""
+        if whole is None:
+            self._rank()
+        else:
+            self._find_takes()
 
     def __len__(self) -> int:
-        return len(self.views)
+        return len(self.members)
 
     def _takes_one(self, view: InstanceView) -> bool:
         """Whether one more request may be promised there."""
@@ -400,8 +412,14 @@ class Role:
     def _rank(self) -> None:
         """Bring all up to date."""
         self.order = Ranking([view.order for view in self.views])
-        self.takes = [not self.kept or self._takes_one(view) for view in self.views]
-        self.taking = sum(self.takes)
+        self._find_takes()
+
+    def _find_takes(self) -> None:
+        self.taking = 0
+        for view in self.members:
+            takes = not self.kept or self._takes_one(view)
+            self.takes[self.rows[view]] = takes
+            self.taking += takes
 
     def _put(self, row: int, view: InstanceView) -> None:
         """Bring one instance up to date."""
@@ -429,9 +447,9 @@ class Role:
 
     def all(self) -> Sequence[InstanceView]:
         """Those that take one more request."""
-        if self.taking == len(self.views):
-            return self.views
-        return [view for view, takes in zip(self.views, self.takes, strict=True) if takes]
+        if self.taking == len(self.members):
+            return self.members
+        return [view for view in self.members if self.takes[self.rows[view]]]
 
     def first(self, most: int) -> list[int]:
         """Rows of those that take one more request, the first by `order`."""
@@ -448,9 +466,8 @@ class Role:
         """Compare what was kept with what all instances say now; for tests."""
         self.sync()
         assert self.order.entries == Ranking([view.order for view in self.views]).entries
-        takes = [not self.kept or self._takes_one(view) for view in self.views]
-        assert self.takes == takes
-        assert self.taking == sum(takes)
+        assert self.takes == [self._takes_one(view) for view in self.views]
+        assert self.taking == sum(self.takes)
 
 
 class Floor:
@@ -474,22 +491,42 @@ class Floor:
 class Prefills(Role):
     """Those that may prefill."""
 
-    def __init__(self, views: Sequence[InstanceView], kept: bool = False) -> None:
-        self.ready = Ranking([])
+    def __init__(
+        self, views: Sequence[InstanceView], kept: bool = False, whole: Prefills | None = None
+    ) -> None:
+        self.ready: Ranking = Ranking([]) if whole is None else whole.ready
         """By InstanceView.ready_us: those that are free first come first."""
-        self.floors: dict[Shape, Floor] = {}
-        self.most_error = 0.0
+        self.floors: dict[Shape, Floor] = {} if whole is None else whole.floors
+        self.most_error: float = 0.0 if whole is None else whole.most_error
         """No instance's Cost.error is higher."""
         self._put_since = 0
         """Changes since the floors were found: a fit that was low once may be so no more."""
-        self.bounded = any(view.store_blocks for view in views)
+        self.bounded: bool
         """Whether a store of them may have to evict."""
-        self.by_segment: dict[SegmentId, list[int]] = {}
+        self.by_segment: dict[SegmentId, list[int]]
         """The rows that keep what they hold in a segment."""
-        for row, view in enumerate(views):
-            if view.segment != NO_SEGMENT:
-                self.by_segment.setdefault(view.segment, []).append(row)
-        super().__init__(views, kept)
+        if whole is not None:
+            self.bounded = whole.bounded
+            self.by_segment = whole.by_segment
+        else:
+            self.bounded = any(view.store_blocks for view in views)
+            self.by_segment = {}
+            for row, view in enumerate(views):
+                if view.segment != NO_SEGMENT:
+                    self.by_segment.setdefault(view.segment, []).append(row)
+        super().__init__(views, kept, whole)
+
+    def only(self, views: Sequence[InstanceView], kept: bool = False) -> Prefills:
+        """A part of them; unless `kept`, each takes the request at hand."""
+        return Prefills(views, kept, self)
+
+    def free(self, now_us: Micros, ahead_us: Micros) -> list[InstanceView]:
+        """Those that prefill nothing, or are about to be done; see InstanceView.is_free."""
+        self.sync()
+        count = self.ready.until(now_us + ahead_us)
+        rows = sorted([row_of(entry) for entry in self.ready.entries[:count]])
+        views = [self.views[row] for row in rows]
+        return [view for view in views if view.is_free(now_us, ahead_us)]
 
     def _takes_one(self, view: InstanceView) -> bool:
         return view.takes_prefill
@@ -501,8 +538,8 @@ class Prefills(Role):
             return self
         found = [view for view in self.all() if view.kv_tokens >= need]
         if rank and not found:
-            found = [view for view in self.views if view.spares_prefill(rank, need)]
-        return Prefills(found) if found else None
+            found = [view for view in self.members if view.spares_prefill(rank, need)]
+        return self.only(found) if found else None
 
     def _rank(self) -> None:
         super()._rank()
@@ -546,19 +583,46 @@ class Prefills(Role):
             assert kind.cost.error <= self.most_error
 
 
+class FreeTimes(Sequence[Micros]):
+    """When each prefill instance will be free; asked of them when read."""
+
+    def __init__(self, views: Sequence[InstanceView], now_us: Micros) -> None:
+        self._views = views
+        self._now_us = now_us
+
+    def __len__(self) -> int:
+        return len(self._views)
+
+    @overload
+    def __getitem__(self, at: int) -> Micros: ...
+    @overload
+    def __getitem__(self, at: slice) -> list[Micros]: ...
+    def __getitem__(self, at: int | slice) -> Micros | list[Micros]:
+        now_us = self._now_us
+        if isinstance(at, int):
+            return now_us + self._views[at].queue_us(now_us)
+        return [now_us + view.queue_us(now_us) for view in self._views[at]]
+
+
 class Decodes(Role):
     """Those that may decode."""
 
-    def __init__(self, views: Sequence[InstanceView], kept: bool = False) -> None:
-        self.load = Ranking([])
+    def __init__(
+        self, views: Sequence[InstanceView], kept: bool = False, whole: Decodes | None = None
+    ) -> None:
+        self.load: Ranking = Ranking([]) if whole is None else whole.load
         """By InstanceView.step_us, in 1/1,024 us: the lowest time between tokens comes first, but
         for what the request itself adds."""
-        self.least_context_us = 0.0
+        self.least_context_us: float = 0.0 if whole is None else whole.least_context_us
         """No instance takes less for a token of context."""
-        self.least_error = 0.0
+        self.least_error: float = 0.0 if whole is None else whole.least_error
         """No instance's Cost.error is lower."""
         self._put_since = 0
-        super().__init__(views, kept)
+        super().__init__(views, kept, whole)
+
+    def only(self, views: Sequence[InstanceView], kept: bool = False) -> Decodes:
+        """A part of them; unless `kept`, each takes the request at hand."""
+        return Decodes(views, kept, self)
 
     def _takes_one(self, view: InstanceView) -> bool:
         return view.takes_decode
@@ -570,8 +634,8 @@ class Decodes(Role):
             return self
         found = [view for view in self.all() if view.kv_tokens >= need]
         if rank and not found:
-            found = [view for view in self.views if view.spares_decode(rank, need)]
-        return Decodes(found) if found else None
+            found = [view for view in self.members if view.spares_decode(rank, need)]
+        return self.only(found) if found else None
 
     def _rank(self) -> None:
         super()._rank()
@@ -672,14 +736,14 @@ class ClusterView:
         self.instances.pop(instance, None)
         self._changed()
 
-    def prefills(self, model: str) -> list[InstanceView]:
+    def prefills(self, model: str) -> Sequence[InstanceView]:
         """Instances that may prefill for `model`, in id order; the list must not be changed.
 
         External: those with a compatible decode instance; if none, those that can serve alone.
         """
         return self.prefill_role(model).views
 
-    def decodes(self, model: str) -> list[InstanceView]:
+    def decodes(self, model: str) -> Sequence[InstanceView]:
         """Instances that may decode for `model`, in id order; the list must not be changed."""
         return self.decode_role(model).views
 

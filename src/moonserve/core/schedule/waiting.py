@@ -134,11 +134,17 @@ class _Capacity:
 
     def __init__(self, now_us: Micros, free_us: Sequence[Micros]) -> None:
         self.servers = len(free_us)
-        self._free_us = sorted([max(now_us, free) for free in free_us])
-        self._sums_us = [0, *accumulate(self._free_us)]
+        self._now_us = now_us
+        self._times_us = free_us
+        self._free_us: list[Micros] = []
+        self._sums_us: list[Micros] = []
+        """Made at the first question: where few wait there is none."""
 
     def until_us(self, until_us: Micros) -> Micros:
         """The time left until then."""
+        if not self._sums_us:
+            self._free_us = sorted([max(self._now_us, free) for free in self._times_us[:]])
+            self._sums_us = [0, *accumulate(self._free_us)]
         count = bisect_left(self._free_us, until_us)
         return count * until_us - self._sums_us[count]
 
@@ -433,9 +439,11 @@ def _shortest(entries: Sequence[_Entry], capacity: _Capacity) -> _Entry | None:
         work_us = entry.work_us
         if work_us < best.work_us and (spare_us is None or work_us <= spare_us):
             best = entry
+        if best.work_us == least_us:  # no later one is shorter
+            break
         slack_us = capacity.until_us(entry.sure_us) - ahead_us
         spare_us = slack_us if spare_us is None else min(spare_us, slack_us)
-        if spare_us < least_us or best.work_us == least_us:  # no later one is shorter and fits
+        if spare_us < least_us:  # and here none fits
             break
         ahead_us += work_us
     return best
