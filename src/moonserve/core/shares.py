@@ -40,12 +40,18 @@ class Shares:
     def __init__(self) -> None:
         self.used = 0
         self._tenants: dict[str, int] = {}
+        self._nameless: dict[str, int] = {}
+        """Of parties without a tenant, by address."""
         self._addresses: dict[str, int] = {}
 
     def rank(self, party: Party) -> int:
         """How many of the party's two names use less than an equal share: 0, 1 or 2."""
-        by_tenant = self._is_below(self._tenants, party.name)
-        return by_tenant + self._is_below(self._addresses, party.address)
+        tenant, address = party
+        used, tenants = self.used, len(self._tenants) + len(self._nameless)
+        own = self._tenants.get(tenant, 0) if tenant else self._nameless.get(address, 0)
+        by_tenant = own * min(tenants, _LEAST_SHARE) < used
+        addresses = min(len(self._addresses), _LEAST_SHARE)
+        return by_tenant + (self._addresses.get(address, 0) * addresses < used)
 
     def limit(self, places: int, party: Party) -> int:
         """How much may be used in all when this party takes something, where `places` is the limit.
@@ -59,21 +65,31 @@ class Shares:
 
     def take(self, party: Party, size: int = 1) -> None:
         """Count `size` more for the party; `give` must follow."""
-        tenant = party.name
+        tenant, address = party
         self.used += size
-        self._tenants[tenant] = self._tenants.get(tenant, 0) + size
-        self._addresses[party.address] = self._addresses.get(party.address, 0) + size
+        self._addresses[address] = self._addresses.get(address, 0) + size
+        if tenant:
+            self._tenants[tenant] = self._tenants.get(tenant, 0) + size
+        else:
+            self._nameless[address] = self._nameless.get(address, 0) + size
 
     def give(self, party: Party, size: int = 1) -> None:
         """The party gives back what it took."""
+        tenant, address = party
         self.used -= size
-        for counts, name in ((self._tenants, party.name), (self._addresses, party.address)):
-            counts[name] -= size
-            if not counts[name]:
-                del counts[name]
+        _less(self._addresses, address, size)
+        if tenant:
+            _less(self._tenants, tenant, size)
+        else:
+            _less(self._nameless, address, size)
 
-    def _is_below(self, counts: dict[str, int], name: str) -> bool:
-        return counts.get(name, 0) * min(len(counts), _LEAST_SHARE) < self.used
+
+def _less(counts: dict[str, int], name: str, size: int) -> None:
+    left = counts[name] - size
+    if left:
+        counts[name] = left
+    else:
+        del counts[name]
 
 
 def extended(places: int, rank: int) -> int:

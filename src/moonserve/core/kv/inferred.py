@@ -39,11 +39,9 @@ _LEAST = 0.1
 
 def text_keys(root: bytes, text: bytes, piece: Bytes) -> list[BlockKey]:
     """The keys of every full piece of `text`, chained like those of blocks."""
-    parent, keys = root[:16], []
-    for at in range(piece, len(text) + 1, piece):
-        parent = xxh3_128_digest(parent + text[at - piece : at])
-        keys.append(BlockKey(parent))
-    return keys
+    parent, digest = BlockKey(root[:16]), xxh3_128_digest
+    ends = range(piece, len(text) + 1, piece)
+    return [parent := BlockKey(digest(parent + text[at - piece : at])) for at in ends]
 
 
 class Ratio:
@@ -93,20 +91,22 @@ class Guess:
     def served(self, keys: Sequence[BlockKey]) -> list[BlocksStored | BlocksRemoved]:
         """The instance has computed or loaded this chain. Returns the facts for the index."""
         facts: list[BlocksStored | BlocksRemoved] = []
-        held, at = self._keys, 0
+        held = self._keys
         keys = keys[: self.room]
+        known = [*map(held.__contains__, keys), True]
+        at = known.index(False) if False in known else len(keys)
         while at < len(keys):
-            stop = at
-            while stop < len(keys) and keys[stop] not in held:
-                stop += 1
-            if stop > at:
-                parent = keys[at - 1] if at else None
-                new = tuple(keys[at:stop])
-                facts.append(BlocksStored(self._segment, new, parent, "device", self.epoch))
-            at = stop + 1
-        for key in reversed(keys):  # the end of a chain is evicted first
-            held[key] = None
-            held.move_to_end(key)
+            stop = known.index(True, at)
+            parent = keys[at - 1] if at else None
+            new = tuple(keys[at:stop])
+            facts.append(BlocksStored(self._segment, new, parent, "device", self.epoch))
+            at = known.index(False, stop) if False in known[stop:] else len(keys)
+        move_to_end = held.move_to_end
+        for key, is_known in zip(reversed(keys), known[-2::-1], strict=True):
+            if is_known:  # the end of a chain is evicted first
+                move_to_end(key)
+            else:
+                held[key] = None
         return facts + self._evicted()
 
     def said(self, predicted: Tokens, cached: Tokens) -> list[BlocksStored | BlocksRemoved]:

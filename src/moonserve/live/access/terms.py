@@ -7,6 +7,7 @@ key if there is one, otherwise from the header.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import lru_cache
 from hashlib import sha256
 
 import msgspec
@@ -46,6 +47,12 @@ class ClientTerms(msgspec.Struct, frozen=True):
         return sha256(b"".join(b"%d:%b" % (len(part), part) for part in parts)).hexdigest()
 
 
+@lru_cache(1_024)
+def _usual(address: str, salted: bool) -> ClientTerms:
+    """The terms of a client of this address that has no key and says nothing in its headers."""
+    return ClientTerms(Party("", address), salted=salted)
+
+
 def terms_of(
     headers: Mapping[str, str], key: ApiKey | None, salted: bool, address: str = ""
 ) -> ClientTerms:
@@ -53,6 +60,8 @@ def terms_of(
 
     Raises BadRequest, and Forbidden for what the key does not allow.
     """
+    if key is None and of.NAMES.isdisjoint(headers):
+        return _usual(address, salted)
     slo, priority, tenant = of.slo(headers), of.priority(headers), of.tenant(headers)
     if key is None:
         return ClientTerms(Party(tenant, address), slo, priority, salted)

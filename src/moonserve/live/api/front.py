@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Protocol
 
 import msgspec
@@ -28,6 +29,7 @@ from moonserve.live.openai.request import CHAT, COMPLETION, Form
 from moonserve.live.ports import ModelCard
 
 _MODELS = "/v1/models"
+_ARRIVED = nullcontext()
 
 
 class ModelEntry(msgspec.Struct):
@@ -161,7 +163,7 @@ class Front:
         if http.unread():
             self._limiter.check(party)
             await http.soon()  # a small body that comes just behind its head is not on its way
-        with self._limiter.body(http, party):
+        with self._limiter.body(http, party) if http.unread() else _ARRIVED:
             body = await http.body()
             self._limiter.enter(party)
             try:

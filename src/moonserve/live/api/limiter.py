@@ -164,11 +164,8 @@ class Limiter:
     def body(self, http: HttpRequest, party: Party) -> Iterator[None]:
         """Count a body while the block receives and decodes it. Raises Overloaded.
 
-        A body that has arrived with its head is not counted, so small ones find room always.
+        Call it for a body that has not arrived with its head: small ones find room always.
         """
-        if not http.unread():
-            yield
-            return
         limits = self._limits
         declared = whole_number(http.headers.get("content-length", ""))
         size = http.max_body_bytes

@@ -64,6 +64,8 @@ class PromptReader:
         self._prompts = prompts
         self._roots: dict[str, tuple[Namespace, bytes]] = {}
         self._ratios: dict[str, Ratio] = {}
+        self._longest: dict[str, tuple[Sequence[InstanceInfo], Tokens]] = {}
+        """The longest prompt that an instance of a model can take, and of which instances."""
         self._turn = 0
         """Which of a model's engines tokenizes: the next one after each that failed."""
         self.read = Counter[How]()
@@ -175,12 +177,18 @@ class PromptReader:
         namespace = infos[0].namespace
         ratio = self._ratios.setdefault(asked.model, Ratio(namespace.block_size))
         text = _canonical(asked)
-        most = max(min(it.max_len, it.kv_blocks * it.namespace.block_size) for it in infos)
-        length = max(1, min(ratio.tokens(len(text)), most))
+        length = max(1, min(ratio.tokens(len(text)), self._most(asked.model, infos)))
         if not keyed or asked.prompts > 1:
             return PromptInfo(length, (), "unread", len(text))
         keys = text_keys(self._root(asked, namespace), text, ratio.piece)[:_MAX_KEYS]
         return PromptInfo(length, tuple(keys), "text", len(text))
+
+    def _most(self, model: str, infos: Sequence[InstanceInfo]) -> Tokens:
+        known = self._longest.get(model)
+        if known is None or known[0] is not infos:
+            most = max(min(it.max_len, it.kv_blocks * it.namespace.block_size) for it in infos)
+            known = self._longest[model] = infos, most
+        return known[1]
 
     def _root(self, asked: ExternalRequest, namespace: Namespace) -> bytes:
         if asked.salt:
@@ -233,6 +241,6 @@ def _canonical(asked: ExternalRequest) -> bytes:
 
 
 def _normal(raw: bytes) -> bytes:
-    if sum(raw.count(mark) for mark in (b",", b"[", b"{")) > _MAX_ITEMS:
+    if raw.count(b",") + raw.count(b"[") + raw.count(b"{") > _MAX_ITEMS:
         return raw
     return msgspec.json.encode(decode_json(raw, object))

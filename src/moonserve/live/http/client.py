@@ -215,6 +215,8 @@ class Connection(asyncio.Protocol):
 
     async def read_all(self, limit: Bytes) -> bytes:
         """Return the rest of the body. Raises UpstreamError if it is larger than `limit`."""
+        if not self._busy and self._chunks and self._buffered <= limit:
+            return self._all()
         whole: list[bytes] = []
         size = 0
         while (chunk := await self.next_chunk()) is not None:

@@ -75,28 +75,25 @@ class ExternalRequest:
 
     def __init__(self, form: Form, raw: bytes) -> None:
         body = decode_json(raw, _Body)
-        _refuse_many_fields(raw, body)
-        xargs = _xargs(bytes(body.vllm_xargs))
+        if len(raw) > _MAX_QUOTES:
+            _refuse_many_fields(raw, body)
+        if not _is_usual(body):
+            _refuse_reserved(body)
         self.form = form
         self.raw = raw
         self.model = body.model
         self.stream = bool(body.stream)
         self.messages = bytes(body.messages)
         self.prompt = bytes(body.prompt)
-        self.tools = b"" if bytes(body.tools) in _NO_TOOLS else bytes(body.tools)
+        tools = bytes(body.tools)
+        self.tools = b"" if tools in _NO_TOOLS else tools
         self.salt = body.cache_salt or ""
         self._has_salt = body.cache_salt is not UNSET
-        for name in _RESERVED:
-            if getattr(body, name) is not _UNTOUCHED:
-                raise BadRequest(f"{name}: only the gateway sets it; leave it out", name)
-            if name in xargs:
-                raise BadRequest(
-                    f"vllm_xargs: only the gateway sets {name}; leave it out", "vllm_xargs"
-                )
         prompt, begins, what = _PROMPTS[form]
-        if getattr(body, prompt) is _UNTOUCHED:
+        given = self.messages if form == "chat" else self.prompt
+        if not given:
             raise BadRequest(f"{prompt}: is missing", prompt)
-        if bytes(getattr(body, prompt))[:1] not in begins:
+        if given[:1] not in begins:
             raise BadRequest(f"{prompt}: must be {what}", prompt)
         asked = body.max_completion_tokens if form == "chat" else None
         self.max_tokens: Tokens | None = body.max_tokens if asked is None else asked
@@ -152,13 +149,38 @@ class ExternalRequest:
         return decode_json(self.raw, dict[str, msgspec.Raw])
 
 
+def _is_usual(body: _Body) -> bool:
+    """Whether it has no field that the gateway may have to refuse."""
+    return (
+        body.vllm_xargs is _UNTOUCHED
+        and body.kv_transfer_params is _UNTOUCHED
+        and body.ec_transfer_params is _UNTOUCHED
+        and body.bootstrap_host is _UNTOUCHED
+        and body.bootstrap_port is _UNTOUCHED
+        and body.bootstrap_room is _UNTOUCHED
+        and body.disagg_prefill_dp_rank is _UNTOUCHED
+        and body.data_parallel_rank is _UNTOUCHED
+        and body.routed_dp_rank is _UNTOUCHED
+    )
+
+
+def _refuse_reserved(body: _Body) -> None:
+    """Raise BadRequest if it has a field that only the gateway sets, also in vllm_xargs."""
+    xargs = _xargs(bytes(body.vllm_xargs))
+    for name in _RESERVED:
+        if getattr(body, name) is not _UNTOUCHED:
+            raise BadRequest(f"{name}: only the gateway sets it; leave it out", name)
+        if name in xargs:
+            raise BadRequest(
+                f"vllm_xargs: only the gateway sets {name}; leave it out", "vllm_xargs"
+            )
+
+
 def _refuse_many_fields(raw: bytes, body: _Body) -> None:
     """Raise BadRequest if the fields beside the prompt would take long to take apart.
 
     Quotation marks are counted, since each field has two: it is quick, and never too few.
     """
-    if len(raw) <= _MAX_QUOTES:
-        return
     prompt = sum(bytes(part).count(b'"') for part in (body.messages, body.prompt, body.tools))
     if raw.count(b'"') - prompt > _MAX_QUOTES:
         raise BadRequest(
