@@ -1,4 +1,4 @@
-"""`moonserve register` and `unregister`: external engines in a registry, for all its gateways.
+"""`moonserve register` and `unregister`: external engines in a registry, for its Conductor.
 
 The command line alone imports this. Heavy imports stay inside the functions.
 """
@@ -39,7 +39,7 @@ def register(
 ) -> None:
     """Put external engines, such as vLLM, into the registry.
 
-    The engines are those of `instances` in FILE and those that the flags name. Every gateway for
+    The engines are those of `instances` in FILE and those that the flags name. The Conductor for
     external engines with this --registry uses them until they are unregistered. An engine of the
     same name is replaced; the output says so.
     """

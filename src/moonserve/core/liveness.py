@@ -1,6 +1,6 @@
 """Liveness: which of several peers have been silent for too long.
 
-The Conductor's membership, the connections of live.rpc and the exchange between gateways use it.
+The Conductor's membership and the connections of live.rpc use it.
 It reads no clock and keeps no peers: its user looks regularly, with the time of each peer's last
 sign of life.
 """

@@ -173,7 +173,7 @@ class FileSource(KeySource):
 
 
 class RegistrySource(KeySource):
-    """Keys in the registry, for all gateways."""
+    """Keys in the registry, for all fronts."""
 
     def __init__(self, keys: Keys, registry: Registry) -> None:
         super().__init__(keys)

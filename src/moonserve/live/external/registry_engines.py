@@ -1,7 +1,7 @@
-"""RegistryEngines: the external engines that are in a registry, for all gateways.
+"""RegistryEngines: the external engines that are in a registry, for its Conductor.
 
 Operators, or whatever starts the engines, put entries there (`moonserve register`), and so does a
-gateway that gets a description over HTTP. An entry that cannot be used is logged once, and the
+Conductor that gets a description over HTTP. An entry that cannot be used is logged once, and the
 others are used. While the registry is away, nothing changes here.
 """
 
@@ -119,7 +119,7 @@ class RegistryEngines:
             self._unused.pop(name, None)
 
     async def put(self, specs: Sequence[InstanceSpec]) -> list[str]:
-        """Put these engines into the registry, for all gateways, and wait until they are used here.
+        """Put these engines into the registry, and wait until they are used here.
 
         Returns the names of those that changed. Raises as Fleet.add, and RegistryError; then none
         of them is put there.

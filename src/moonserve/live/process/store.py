@@ -64,7 +64,7 @@ class MasterConfig(msgspec.Struct, frozen=True, kw_only=True):
     """How long it collects the contents of segments before it answers; 0: the pool is new."""
     terms: Terms = Terms()
     registry: str = ""
-    """The registry in which gateways and workers find it; "": they get its URL by settings."""
+    """The registry in which Conductor and workers find it; "": they get its URL by settings."""
     advertise_host: str | None = None
     """Host at which others reach it, if not `host`."""
 
