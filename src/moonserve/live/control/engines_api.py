@@ -2,8 +2,8 @@
 
 POST describes one engine, or a list of them, with the fields of the cluster file. DELETE names one
 in its path. Both need the cluster token, and may be repeated. With a registry, both change the
-registry, for this Conductor and the next. An engine that the cluster file describes is changed there only.
-Called by process.external.
+registry, for this Conductor and the next. An engine that the cluster file describes is changed
+there only. Called by process.external.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """What the driver needs to know of external engines.
 
-`Engines` is implemented by external.fleet.Fleet, and by fronts.engines for fronts. `Models` lists the models of the instances that have joined.
+`Engines` is implemented by external.fleet.Fleet, and by fronts.engines for fronts. `Models` lists
+the models of the instances that have joined.
 """
 
 from __future__ import annotations
