@@ -31,9 +31,9 @@ def residencies(
     model: Predictor, residency: Residency, tokens: float, us: int, more: float, more_us: int
 ) -> float:
     """The chance that one with so many tokens, after so long, goes on for so many more."""
-    lasts = model.lasts(residency, tokens)
-    before = lasts(tokens, us)
-    return lasts(tokens + more, us + more_us) / before if before else 0.0
+    lasts = model.lasts(residency)
+    before = lasts.of(tokens, us)
+    return lasts.of(tokens + more, us + more_us) / before if before else 0.0
 
 
 def test_learned_shares_are_those_seen() -> None:
@@ -187,4 +187,4 @@ def test_errors_are_counted() -> None:
 def test_a_stay_is_of_its_predictor() -> None:
     """A length that is known is no histogram: a bug, not a guess."""
     with pytest.raises(AssertionError):
-        Survival().lasts(Residency(1, 0, 7, 7), 1)
+        Survival().lasts(Residency(1, 0, 7, 7))

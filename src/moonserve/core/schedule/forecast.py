@@ -10,12 +10,16 @@ when prefill ends, since a check of the load now makes both pools swing.
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Sequence
 from operator import attrgetter
+from typing import TypeAlias
+
+import msgspec
 
 from moonserve.core.schedule.external_load import NO_LOAD, ExternalLoad
-from moonserve.core.schedule.residency import Chance, Predictor, Residency
+from moonserve.core.schedule.residency import BINS, PER_OCTAVE, Chance, Predictor, Residency
 from moonserve.core.units import MICROS_PER_SECOND, Micros, RequestId, Tokens
 
 _POINTS = 16
@@ -45,6 +49,17 @@ class Residencies:
         """(when, lag, context) of the latest decodes that began."""
         self._passes = 0.0
         self._counted_us: Micros = 0
+        self._walk: tuple[tuple[object, ...], _Walk] | None = None
+        """The last walk, and what it depended on."""
+        self._changes = 0
+
+    def walk(self, step: Sequence[float], predictor: Predictor, now_us: Micros) -> _Walk:
+        """The hand-overs promised here, as of now."""
+        passes = self.passes(now_us, step)
+        of = (now_us, self._changes, self.external, step, predictor, predictor.learned)
+        if self._walk is None or self._walk[0] != of:
+            self._walk = of, _Walk(self, step, predictor, now_us, passes)
+        return self._walk[1]
 
     def passes(self, now_us: Micros, step: Sequence[float]) -> float:
         """The passes so far; `step`: Cost.step_us."""
@@ -65,6 +80,7 @@ class Residencies:
     def promise(self, request: RequestId, residency: Residency) -> None:
         """A decode will come; promised again, it is counted once."""
         if request not in self.active:
+            self._changes += 1
             before = self.promised.get(request)
             residency.lag_us = before.lag_us if before is not None else residency.lag_us
             self.promised[request] = residency
@@ -72,6 +88,7 @@ class Residencies:
     def begin(self, request: RequestId, now_us: Micros, step: Sequence[float]) -> None:
         """The promised decode begins."""
         passes = self.passes(now_us, step)
+        self._changes += 1
         residency = self.promised.pop(request)
         self._begun.append((now_us, residency.lag_us, residency.context))
         residency.began_tokens = passes
@@ -88,6 +105,7 @@ class Residencies:
         which the rate of future ones could be measured.
         """
         passes = self.passes(now_us, step)
+        self._changes += 1
         residency = self.promised.pop(request)
         self.context += residency.context
         self.active[request] = residency
@@ -113,6 +131,7 @@ class Residencies:
     def end(self, request: RequestId, now_us: Micros, step: Sequence[float]) -> Residency | None:
         """The decode is over, or will not come; returns the residency if it had begun."""
         self.passes(now_us, step)
+        self._changes += 1
         self.promised.pop(request, None)
         residency = self.active.pop(request, None)
         if residency is not None:
@@ -140,34 +159,14 @@ def forecast(
     independent chances. Other requests are not counted: see Residencies.unseen_us. step:
     Cost.step_us of the instance.
     """
-    passes = residencies.passes(now_us, step)
-    own_us = max(now_us, joining.due_us)
-    coming = sorted([*residencies.promised.values(), joining], key=_DUE)
-    group = -(-len(coming) // _POINTS)
-    at_us = now_us
-    ahead = 0.0
-    pass_us = residencies.step_us(step)
-    here = _Here(predictor, joining, step, deviations)
-    for residency in residencies.active.values():
-        here.add(residency, passes - residency.began_tokens, now_us - residency.due_us, began=True)
-    for first in range(0, len(coming), group):
-        arrived = coming[first : first + group]
-        then_us = max(now_us, arrived[-1].due_us)
-        if then_us > at_us:
-            if first:
-                pass_us, _, _ = here.pass_us(ahead, at_us - now_us)
-            ahead += (then_us - at_us) / pass_us
-            at_us = then_us
-        for residency in arrived:
-            here.add(residency, -ahead, now_us - then_us, began=False)
-        if then_us >= own_us:
-            break
-    pass_us, high_us, count = here.pass_us(ahead, at_us - now_us)
+    walk = residencies.walk(step, predictor, now_us)
+    rows, ahead, at_us = walk.until(joining)
+    pass_us, high_us, count = _pass_us(rows, step[0], deviations, ahead, at_us - now_us)
     mean_us = pass_us
     if wait_us:
         ahead += wait_us / pass_us
         at_us += wait_us
-        pass_us, high_us, count = here.pass_us(ahead, at_us - now_us)
+        pass_us, high_us, count = _pass_us(rows, step[0], deviations, ahead, at_us - now_us)
     if seqs is not None and count > seqs:
         high_us += (count - seqs) * place_us(joining, pass_us, seqs)
     return round(mean_us), round(high_us)
@@ -179,45 +178,141 @@ def place_us(joining: Residency, pass_us: float, seqs: int) -> float:
     return max(1.0, joining.expected) * pass_us / seqs
 
 
-class _Here:
-    """Decodes that run or will run: their chances to be there at a time, and the pass time then."""
+_SURE = Chance()
+"""That of the decode that joins."""
+_Row: TypeAlias = tuple[Sequence[float] | None, float, float, float, Micros, float, float]
+"""A decode: its Chance (shares, most, most_us); the tokens and the time that it has by now, below 0
+if it begins later; the chance that it was there until now; its part of a pass."""
+
+
+class _Point(msgspec.Struct):
+    """Where a walk is after some hand-overs."""
+
+    rows: int
+    """Decodes that are counted by then."""
+    ahead: float
+    """Passes from now until then."""
+    at_us: Micros
+    pass_us: float | None
+    """How long a pass takes then; None: not computed yet."""
+
+
+class _Walk:
+    """The hand-overs that are promised on one instance, in order, as seen at one moment.
+
+    Several requests that arrive together ask for the same ones; a Residencies keeps its last walk.
+    """
 
     def __init__(
-        self, predictor: Predictor, joining: Residency, step: Sequence[float], deviations: float
+        self,
+        residencies: Residencies,
+        step: Sequence[float],
+        predictor: Predictor,
+        now_us: Micros,
+        passes: float,
     ) -> None:
-        self._predictor = predictor
-        self._joining = joining
         self._step = step
-        self._deviations = deviations
-        self._rows: list[tuple[Chance | None, float, Micros, float, float]] = []
-        """For each decode: its chances (None for the one that joins); the tokens and the time that
-        it has by now, below 0 if it begins later; the chance that it was there until now; its part
-        of a pass."""
+        self._predictor = predictor
+        self._now_us = now_us
+        self._coming = sorted(residencies.promised.values(), key=_DUE)
+        self._group = -(-(len(self._coming) + 1) // _POINTS)
+        active = residencies.active.values()
+        self._rows = [
+            self._row(it, predictor.lasts(it), passes - it.began_tokens, now_us - it.due_us, True)
+            for it in active
+        ]
+        self._points = [_Point(len(self._rows), 0.0, now_us, residencies.step_us(step))]
+        """After each group of hand-overs."""
 
-    def add(self, residency: Residency, tokens: float, us: Micros, *, began: bool) -> None:
-        """Add a decode; `began`: it runs already."""
+    def until(self, joining: Residency) -> tuple[Sequence[_Row], float, Micros]:
+        """The decodes that are there when `joining` begins, it included; how many passes from now,
+        and when."""
+        now_us = self._now_us
+        coming = self._coming
+        group = self._group
+        own_us = max(now_us, joining.due_us)
+        at = bisect_right(coming, joining.due_us, key=_DUE)
+        before = at // group
+        for number in range(before):
+            point = self._after(number + 1)
+            if point.at_us >= own_us:
+                return self._rows[: point.rows], point.ahead, point.at_us
+        point = self._after(before)
+        first = before * group
+        arrived = coming[first : first + group - 1]
+        arrived.insert(at - first, joining)
+        ahead, then_us = self._ahead(point, arrived[-1].due_us)
+        rows = self._rows[: point.rows]
+        for residency in arrived:
+            lasts = _SURE if residency is joining else self._predictor.lasts(residency)
+            rows.append(self._row(residency, lasts, -ahead, now_us - then_us, False))
+        return rows, ahead, then_us
+
+    def _after(self, groups: int) -> _Point:
+        """After so many groups of promised hand-overs."""
+        points = self._points
+        group = self._group
+        while len(points) <= groups:
+            first = (len(points) - 1) * group
+            arrived = self._coming[first : first + group]
+            ahead, then_us = self._ahead(points[-1], arrived[-1].due_us)
+            for residency in arrived:
+                lasts = self._predictor.lasts(residency)
+                row = self._row(residency, lasts, -ahead, self._now_us - then_us, False)
+                self._rows.append(row)
+            points.append(_Point(len(self._rows), ahead, then_us, None))
+        return points[groups]
+
+    def _ahead(self, point: _Point, due_us: Micros) -> tuple[float, Micros]:
+        """The passes until the next hand-over, and when that is."""
+        if due_us <= point.at_us:
+            return point.ahead, point.at_us
+        if point.pass_us is None:
+            rows, more_us = self._rows[: point.rows], point.at_us - self._now_us
+            point.pass_us, _, _ = _pass_us(rows, self._step[0], 0.0, point.ahead, more_us)
+        return point.ahead + (due_us - point.at_us) / point.pass_us, due_us
+
+    def _row(
+        self, residency: Residency, lasts: Chance, tokens: float, us: Micros, began: bool
+    ) -> _Row:
         _, per_seq, per_context = self._step
-        lasts = None
-        chance = 1.0
-        if residency is not self._joining:
-            has, since_us = (tokens, us) if began else (0.0, 0)
-            lasts = self._predictor.lasts(residency, has)
-            chance = lasts(has, since_us)
-        self._rows.append((lasts, tokens, us, chance, per_seq + per_context * residency.context))
+        chance = lasts.of(tokens, us) if began else lasts.of(0.0, 0)
+        weight = per_seq + per_context * residency.context
+        return (lasts.shares, lasts.most, lasts.most_us, tokens, us, chance, weight)
 
-    def pass_us(self, ahead: float, more_us: Micros) -> tuple[float, float, float]:
-        """A pass `ahead` tokens from now: the mean, the high value, how many take part."""
-        mean = self._step[0]
-        variance = count = 0.0
-        for lasts, tokens, us, before, weight in self._rows:
-            chance = 1.0
-            then = tokens + ahead
-            if lasts is not None and (then > 0 or tokens > 0):
-                chance = lasts(then, us + more_us) / before if before else 0.0
-                variance += chance * (1 - chance) * weight * weight
-            mean += chance * weight
-            count += chance
-        return max(1.0, mean), mean + self._deviations * math.sqrt(variance), count
+
+def _pass_us(
+    rows: Sequence[_Row], base: float, deviations: float, ahead: float, more_us: Micros
+) -> tuple[float, float, float]:
+    """A pass `ahead` tokens from now: the mean, the high value, how many take part.
+
+    The chances are those of Chance.of, written out: this loop is most of a forecast.
+    """
+    mean = base
+    variance = count = 0.0
+    log2 = math.log2
+    for shares, most, most_us, tokens, us, before, weight in rows:
+        chance = 1.0
+        then = tokens + ahead
+        if then > 0:
+            if not before or then >= most or us + more_us >= most_us:
+                chance = 0.0
+            elif shares is None:
+                chance = 1.0 / before
+            elif then <= 1:
+                chance = shares[0] / before
+            else:
+                place = PER_OCTAVE * log2(then)
+                at = int(place)
+                if at < BINS:
+                    share = shares[at]
+                    chance = (share + (place - at) * (shares[at + 1] - share)) / before
+                else:
+                    chance = shares[BINS] / before
+            variance += chance * (1 - chance) * weight * weight
+        mean += chance * weight
+        count += chance
+    return max(1.0, mean), mean + deviations * math.sqrt(variance), count
 
 
 def room_in_us(

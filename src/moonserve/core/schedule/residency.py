@@ -18,12 +18,11 @@ from moonserve.core.units import Micros, RequestId, Tokens
 
 PredictorName: TypeAlias = Literal["uniform", "survival", "oracle"]
 _Class: TypeAlias = tuple[str, str, int, int]
-Chance: TypeAlias = Callable[[float, Micros], float]
-"""The probability that one output has more tokens, and takes longer, than these."""
 
-_PER_OCTAVE = 4
-_BINS = 20 * _PER_OCTAVE
-_EDGES: Sequence[float] = tuple(2 ** (at / _PER_OCTAVE) for at in range(_BINS + 1))
+PER_OCTAVE = 4
+BINS = 20 * PER_OCTAVE
+"""Histograms of lengths have this many bins, and as many to an octave."""
+_EDGES: Sequence[float] = tuple(2 ** (at / PER_OCTAVE) for at in range(BINS + 1))
 _WIDTHS: Sequence[float] = tuple(high - low for low, high in pairwise(_EDGES))
 _PRIOR_TOKENS = 256.0
 """Scale of outputs before any was seen, like a median."""
@@ -46,7 +45,7 @@ class Lengths:
 
     def __init__(self, wider: Lengths | None = None) -> None:
         self._wider = wider
-        self._counts = [0.0] * _BINS
+        self._counts = [0.0] * BINS
         self._cuts: dict[Tokens, int] = {}
         """Lengths at which outputs were cut off, not yet in `_counts`, with their numbers."""
         self._total = 0.0
@@ -81,10 +80,10 @@ class Lengths:
         for tokens, count in cuts.items():
             first = _bin(tokens)
             left = whole = _beyond(shares, tokens)
-            for at in range(first, _BINS - 1):
+            for at in range(first, BINS - 1):
                 self._counts[at] += count * (left - shares[at + 1]) / whole
                 left = shares[at + 1]
-            self._counts[_BINS - 1] += count * left / whole
+            self._counts[BINS - 1] += count * left / whole
 
     def _added(self) -> None:
         self._total += 1
@@ -103,7 +102,7 @@ class Lengths:
         shares = self._table()
         if most != self._asked[0]:
             at = _bin(most)
-            width = max(0.0, min(most, _EDGES[_BINS]) - _EDGES[at])
+            width = max(0.0, min(most, _EDGES[BINS]) - _EDGES[at])
             mean = self._means[at] + width * (shares[at] + self.beyond(most)) / 2
             self._asked = (most, mean)
         return self._asked[1]
@@ -131,23 +130,49 @@ class Lengths:
 
 def _bin(tokens: Tokens) -> int:
     """The quarter octave of this length."""
-    return min(_BINS - 1, int(_PER_OCTAVE * math.log2(max(1, tokens))))
+    return min(BINS - 1, int(PER_OCTAVE * math.log2(max(1, tokens))))
 
 
 def _beyond(shares: Sequence[float], tokens: float) -> float:
     """The share of outputs that are longer; above zero."""
     if tokens <= 1:
         return shares[0]
-    place = _PER_OCTAVE * math.log2(tokens)
+    place = PER_OCTAVE * math.log2(tokens)
     at = int(place)
-    if at >= _BINS:
-        return shares[_BINS]
+    if at >= BINS:
+        return shares[BINS]
     return shares[at] + (place - at) * (shares[at + 1] - shares[at])
 
 
 def _will_do(seen: int) -> int:
     """The number of outputs up to which a table made of this many is used."""
     return seen + min(seen // 16, _STALE)
+
+
+class Chance:
+    """The probability that one output has more tokens, and takes longer, than these.
+
+    shares: the shares of outputs that exceed a length, by bin; None: all do. The probability is 0
+    from `most` tokens on, and from `most_us` on.
+    """
+
+    __slots__ = ("most", "most_us", "shares")
+
+    def __init__(
+        self,
+        shares: Sequence[float] | None = None,
+        most: float = math.inf,
+        most_us: float = math.inf,
+    ) -> None:
+        self.shares = shares
+        self.most = most
+        self.most_us = most_us
+
+    def of(self, tokens: float, us: Micros) -> float:
+        """The probability. core.schedule.forecast has the same in its loop."""
+        if tokens >= self.most or us >= self.most_us:
+            return 0.0
+        return 1.0 if self.shares is None else _beyond(self.shares, tokens)
 
 
 class Residency:
@@ -182,6 +207,9 @@ class Residency:
 class Predictor(Protocol):
     """Predicts how long decodes last."""
 
+    learned: int
+    """Outputs that it learned from."""
+
     def residency(self, request: Request, context: Tokens, due_us: Micros) -> Residency:
         """A decode to come, which takes over from prefill at `due_us`. Changes nothing."""
         ...
@@ -190,8 +218,8 @@ class Predictor(Protocol):
         """The same for a request that is placed: its class of outputs is remembered."""
         ...
 
-    def lasts(self, residency: Residency, tokens: float) -> Chance:
-        """The chances of a decode that has this many tokens by now; valid until an output ends.
+    def lasts(self, residency: Residency) -> Chance:
+        """The chances of a decode; valid until an output ends.
 
         If it has tokens already, divide by its chance for now: see core.schedule.forecast.
         """
@@ -227,6 +255,7 @@ class Uniform:
     """
 
     def __init__(self) -> None:
+        self.learned = 0
         self.mean_us = 0.0
         self._tokens = 0.0
         self._seen = 0
@@ -239,14 +268,15 @@ class Uniform:
         """See Predictor: there are no classes."""
         return self.residency(request, context, due_us)
 
-    def lasts(self, residency: Residency, tokens: float) -> Chance:
+    def lasts(self, residency: Residency) -> Chance:
         """See Predictor."""
-        return lambda tokens, us: 1.0 if us < self.mean_us else 0.0
+        return Chance(most_us=self.mean_us)
 
     def ended(self, request: Request, tokens: Tokens, took_us: Micros | None) -> None:
         """See Predictor."""
         if took_us is None:
             return
+        self.learned += 1
         self._seen = min(self._seen + 1, 256)
         self.mean_us += (took_us - self.mean_us) / self._seen
         self._tokens += (tokens - self._tokens) / self._seen
@@ -263,6 +293,7 @@ class Survival:
     """
 
     def __init__(self) -> None:
+        self.learned = 0
         self._all: dict[str, Lengths] = {}
         self._classes: dict[_Class, Lengths] = {}
 
@@ -277,26 +308,24 @@ class Survival:
         """See Predictor."""
         return _residency(self._of(request), request, context, due_us)
 
-    def lasts(self, residency: Residency, tokens: float) -> Chance:
+    def lasts(self, residency: Residency) -> Chance:
         """See Predictor."""
         length = residency.length
-        most = residency.most
         assert isinstance(length, Lengths), "a residency of this predictor's"
-        if tokens >= most:
-            return lambda tokens, us: 0.0
-        shares = length._table()
-        return lambda tokens, us: _beyond(shares, tokens) if tokens < most else 0.0
+        return Chance(length._table(), residency.most)
 
     def ended(self, request: Request, tokens: Tokens, took_us: Micros | None) -> None:
         """See Predictor."""
         if tokens >= request.stopping.max_tokens:
             self.left(request, tokens)
             return
+        self.learned += 1
         self._of(request).add(tokens)
         self._all[request.model].add(tokens)
 
     def left(self, request: Request, tokens: Tokens) -> None:
         """See Predictor."""
+        self.learned += 1
         self._of(request).add_cut(tokens)
         self._all[request.model].add_cut(tokens)
 
@@ -328,6 +357,7 @@ class Oracle:
     """Knows every length beforehand: in simulation, as the upper bound."""
 
     def __init__(self, length_of: Callable[[RequestId], Tokens]) -> None:
+        self.learned = 0
         self._length_of = length_of
 
     def residency(self, request: Request, context: Tokens, due_us: Micros) -> Residency:
@@ -339,11 +369,11 @@ class Oracle:
         """See Predictor: there are no classes."""
         return self.residency(request, context, due_us)
 
-    def lasts(self, residency: Residency, tokens: float) -> Chance:
+    def lasts(self, residency: Residency) -> Chance:
         """See Predictor."""
         length = residency.length
         assert isinstance(length, int), "a residency of this predictor's"
-        return lambda tokens, us: 1.0 if tokens < length else 0.0
+        return Chance(most=length)
 
     def ended(self, request: Request, tokens: Tokens, took_us: Micros | None) -> None:
         """See Predictor: the oracle learns nothing."""
