@@ -11,7 +11,7 @@ def test_holes_are_joined_when_freed_in_any_order() -> None:
     assert extents.allocate(1) is None
     for offset in (offsets[i] for i in (3, 1, 2, 9, 0, 5, 4, 8, 6, 7)):
         assert offset is not None
-        extents.free(offset)
+        extents.free(offset, ALIGN)
     assert extents.allocate(10 * ALIGN) == 0
 
 
@@ -32,6 +32,6 @@ def test_first_hole_that_fits_is_taken() -> None:
     first, _, third = (extents.allocate(2 * ALIGN) for _ in range(3))
     assert first is not None
     assert third is not None
-    extents.free(first)
+    extents.free(first, 2 * ALIGN)
     assert extents.allocate(3 * ALIGN) == 6 * ALIGN
     assert extents.allocate(2 * ALIGN) == first

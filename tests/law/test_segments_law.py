@@ -42,7 +42,7 @@ class ExtentsAgainstBitmap(RuleBasedStateMachine):
     def free(self, data: st.DataObject) -> None:
         offset = data.draw(st.sampled_from(sorted(self.live)))
         need = self.live.pop(offset)
-        self.extents.free(offset)
+        self.extents.free(offset, need * ALIGN)
         self.taken[offset // ALIGN : offset // ALIGN + need] = [False] * need
 
     @invariant()

@@ -10,14 +10,15 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import chain, islice, repeat
+from typing import NamedTuple
 
 import msgspec
 
 from moonserve.core.kv.facts import BlockEvent, BlocksCleared, BlocksRemoved, BlocksStored, merged
-from moonserve.core.store.evict import ChainEviction
+from moonserve.core.store.runs import Run, RunOrder, code_of
 from moonserve.core.store.words import (
     ALIGN,
     Found,
@@ -52,7 +53,6 @@ class Extents:
         self._starts: list[Bytes] = [0] if self.capacity_bytes else []
         """Offsets of the holes, ascending; never more than extents in use plus one."""
         self._holes: dict[Bytes, Bytes] = dict.fromkeys(self._starts, self.capacity_bytes)
-        self._used: dict[Bytes, Bytes] = {}
 
     @property
     def used_bytes(self) -> Bytes:
@@ -75,19 +75,21 @@ class Extents:
                 self._holes[start + need] = length - need
             else:
                 del self._starts[index]
-            self._used[start] = need
             self.free_bytes -= need
             return start
         return None
 
-    def free(self, offset: Bytes) -> None:
-        """Free the extent that starts at `offset`."""
-        length = self._used.pop(offset)
+    def free(self, offset: Bytes, size: Bytes) -> None:
+        """Free the extent of `size` bytes that starts at `offset`."""
+        length = aligned(size)
         self.free_bytes += length
         index = bisect_left(self._starts, offset)
+        assert index == len(self._starts) or offset + length <= self._starts[index], "it was free"
         if index < len(self._starts) and self._starts[index] == offset + length:
             length += self._holes.pop(self._starts.pop(index))
-        if index > 0 and self._starts[index - 1] + self._holes[self._starts[index - 1]] == offset:
+        before = self._starts[index - 1] + self._holes[self._starts[index - 1]] if index else -1
+        assert before <= offset, "it was free"
+        if before == offset:
             self._holes[self._starts[index - 1]] += length
         else:
             self._starts.insert(index, offset)
@@ -111,7 +113,6 @@ class Extents:
             if length:
                 self._starts.insert(index, hole)
                 self._holes[hole] = length
-        self._used[offset] = need
         self.free_bytes -= need
         return True
 
@@ -122,7 +123,7 @@ class SegmentLedger:
     Bounded by the segment's replicas, and by the keys that left it since the last beat.
     """
 
-    def __init__(self, mount: Mount, eviction: str, mounting: int, now_us: Micros) -> None:
+    def __init__(self, mount: Mount, order: RunOrder, mounting: int, now_us: Micros) -> None:
         self.mount = mount
         self.name = mount.id
         self.node = mount.node or mount.id
@@ -130,9 +131,12 @@ class SegmentLedger:
         self.last_contact_us = now_us
         self.beats = 0
         self.extents = Extents(mount.capacity_bytes)
-        self.chains: ChainEviction[Key] = ChainEviction(eviction)
-        self.objects: dict[Key, int] = {}
-        """The id of the put or copy that wrote each replica."""
+        self.code = code_of(mount.capacity_bytes)
+        self.order = order
+        self.runs: dict[Run, None] = {}
+        """Its replicas."""
+        self.replicas = 0
+        """How many replicas there are."""
         self.gone: dict[Key, int] = {}
         """The `Gone` records that the owner mounted with: a claim with such an id, or a lower one,
         is void. As bounded as the owner's SegmentContents."""
@@ -145,6 +149,10 @@ class SegmentLedger:
         self._changes = 0
         self._mounting = mounting
 
+    def keys(self) -> Iterator[Key]:
+        """The keys of its replicas."""
+        return chain.from_iterable(run.keys for run in self.runs)
+
     def note_change(self, key: Key, id: int) -> None:
         """A replica was added or dropped: the owner has to receive this change."""
         self._changes += 1
@@ -152,11 +160,12 @@ class SegmentLedger:
         self._changed[key] = (self._changes, id if old is None else max(id, old[1]))
 
     def changes_after(
-        self, seen: Seen, held: Callable[[Key], Held]
+        self, seen: Seen, held: Callable[[Key], Held | None]
     ) -> tuple[tuple[Held | Gone, ...], Seen, bool]:
         """Return the changes after `seen`, the new `seen`, and whether there are more.
 
-        Changes up to `seen` are forgotten. A key that changed twice is reported once, as it is now.
+        Changes up to `seen` are forgotten. A key that changed twice is reported once, as it is now:
+        `held` returns its replica here.
         """
         changed = self._changed
         last = seen[1] if seen[0] == self._mounting else 0
@@ -165,43 +174,62 @@ class SegmentLedger:
             self._changed = changed
         changes: list[Held | Gone] = []
         for key, (number, id) in islice(changed.items(), _MAX_CHANGES):
-            here = self.objects.get(key)
-            if here != id:
+            here = held(key)
+            if here is None or here.id != id:
                 changes.append(Gone(key, id))
             if here is not None:
-                changes.append(held(key))
+                changes.append(here)
             last = number
         return tuple(changes), (self._mounting, last), len(changed) > _MAX_CHANGES
 
     def unreported(self) -> list[Key]:
-        """The keys on this segment whose last change the owner may not have received."""
-        return [key for key in self._changed if key in self.objects]
+        """The keys whose last change the owner may not have received."""
+        return list(self._changed)
 
 
-@dataclass(slots=True)
-class StoredObject:
-    """One object that exists."""
+class Hold:
+    """What keeps one object from eviction; there is one while anything does.
+
+    It ends with the object too: if the object is gone and comes back, it is not held.
+    """
+
+    __slots__ = ("count", "leases")
+
+    def __init__(self) -> None:
+        self.count = 0
+        """Leases, a pin, and copies of it under way."""
+        self.leases = 0
+
+
+class StoredObject(NamedTuple):
+    """One object as it is now; later changes of the catalog do not show."""
 
     found: Found
     parent: Key | None
     options: PutOptions
-    leases: int = 0
-    holds: int = 0
-    """Leases, a pin, and copies of it under way. While there are any, it is not evicted."""
 
 
 class Catalog:
-    """Segments, objects, bytes per tenant, events and counters of one pool."""
+    """Segments, objects, bytes per tenant, events and counters of one pool.
+
+    An object is a key with a run for each replica. What nearly all objects have is in their runs;
+    what few have is in tables of its own: further replicas, and holds.
+    """
 
     def __init__(self, terms: Terms, first_id: int) -> None:
         self.terms = terms
         self.next_id = first_id
         self.segments: dict[SegmentId, SegmentLedger] = {}
-        self.objects: dict[Key, StoredObject] = {}
+        self.objects: dict[Key, Run] = {}
+        """The run with the first replica of each object. Replicas in memory come before others."""
+        self.others: dict[Key, tuple[Run, ...]] = {}
+        """The runs with further replicas."""
+        self.holds: dict[Key, Hold] = {}
+        """The objects that are not evicted now."""
         self.tenant_bytes: dict[str, Bytes] = {}
         """Bytes in use by tenant: replicas, and extents of puts and copies under way."""
-        self.tenant_orders: dict[str, ChainEviction[Key]] = {
-            tenant: ChainEviction("lru") for tenant in terms.quotas
+        self.tenant_orders: dict[str, RunOrder] = {
+            tenant: RunOrder("lru", self.holds, self.divide) for tenant in terms.quotas
         }
         """The objects of each tenant with a quota, in their order of eviction."""
         self.evicted = 0
@@ -215,6 +243,13 @@ class Catalog:
         self.next_id += 1
         return self.next_id - 1
 
+    def mount(self, mount: Mount, now_us: Micros) -> SegmentLedger:
+        """Add a segment without replicas."""
+        order = RunOrder(self.terms.eviction, self.holds, self.divide)
+        ledger = SegmentLedger(mount, order, self.new_id(), now_us)
+        self.segments[mount.id] = ledger
+        return ledger
+
     def drain_events(self) -> list[BlockEvent]:
         """Return the events since the last call, in order; runs of one kind are merged."""
         events = self._events
@@ -223,13 +258,14 @@ class Catalog:
 
     def inventory(self) -> list[BlockEvent]:
         """Return events that describe every block replica that exists now."""
-        events: list[BlockEvent] = []
-        for ledger in self.segments.values():
-            for key in ledger.objects:
-                stored = self.objects[key]
-                if stored.options.blocks:
-                    events.append(self._stored_event(stored, ledger))
-        return merged(events)
+        return merged(
+            [
+                _stored_event(ledger, run.keys, run.parent)
+                for ledger in self.segments.values()
+                for run in ledger.runs
+                if run.options.blocks
+            ]
+        )
 
     # Extents
 
@@ -249,7 +285,7 @@ class Catalog:
 
     def give(self, ledger: SegmentLedger, offset: Bytes, size: Bytes, tenant: str) -> None:
         """Free an extent."""
-        ledger.extents.free(offset)
+        ledger.extents.free(offset, size)
         self._subtract_bytes(size, tenant)
 
     def _subtract_bytes(self, size: Bytes, tenant: str) -> None:
@@ -257,197 +293,352 @@ class Catalog:
         if not self.tenant_bytes[tenant]:
             del self.tenant_bytes[tenant]
 
+    # What there is
+
+    def get(self, key: Key) -> StoredObject | None:
+        """Return an object as it is now."""
+        run = self.objects.get(key)
+        if run is None:
+            return None
+        at = run.index(key)
+        return StoredObject(self._found(run, at, at + 1)[0], run.before(at), run.options)
+
+    def found(self, keys: Sequence[Key]) -> list[Found]:
+        """Return the objects of these keys, which all exist."""
+        found: list[Found] = []
+        while len(found) < len(keys):
+            run = self.objects[keys[len(found)]]
+            start, stop = run.span(keys, len(found))
+            found += self._found(run, start, stop)
+        return found
+
+    def _found(self, run: Run, start: int, stop: int) -> list[Found]:
+        """The objects of a part of a run, which has their first replicas."""
+        keys = run.keys[start:stop]
+        replicas: list[tuple[Replica, ...]] = [(it,) for it in run.replicas(start, stop)]
+        if run.several:
+            replicas = [it + self._others(key) for key, it in zip(keys, replicas, strict=True)]
+        sums, versions = run.checksums[start:stop], run.versions[start:stop]
+        return list(map(Found, keys, repeat(run.size), sums, versions, replicas))
+
+    def _others(self, key: Key) -> tuple[Replica, ...]:
+        runs = self.others.get(key, ())
+        return tuple([Replica(it.segment, it.offset(it.index(key))) for it in runs])
+
+    def version(self, key: Key) -> int | None:
+        """Return the version of the object that has this key now."""
+        run = self.objects.get(key)
+        return None if run is None else run.versions[run.index(key)]
+
+    def runs_of(self, key: Key) -> tuple[Run, ...]:
+        """Return the runs with the replicas of an object that exists."""
+        return (self.objects[key], *self.others.get(key, ()))
+
+    def replica(self, key: Key, segment: SegmentId) -> Run | None:
+        """Return the run with the object's replica on this segment, if there is one."""
+        run = self.objects.get(key)
+        if run is None or run.segment == segment:
+            return run
+        others = self.others.get(key, ()) if run.several else ()
+        return next((it for it in others if it.segment == segment), None)
+
+    def held(self, segment: SegmentId, key: Key) -> Held | None:
+        """Return what the segment's owner has to remember about a replica."""
+        run = self.replica(key, segment)
+        if run is None:
+            return None
+        at = run.index(key)
+        return Held(
+            key,
+            run.size,
+            run.checksums[at],
+            run.versions[at],
+            run.ids[at],
+            run.offset(at),
+            run.before(at),
+            run.options,
+        )
+
+    def short(self) -> list[Key]:
+        """Return the objects whose replicas are on fewer nodes than the replicas they want."""
+        found = []
+        for key, run in self.objects.items():
+            if run.options.replicas > 1:
+                nodes = {self.segments[it.segment].node for it in self.runs_of(key)}
+                if len(nodes) < run.options.replicas:
+                    found.append(key)
+        return found
+
     # Objects and replicas
 
     def create(
         self, found: Found, parent: Key | None, options: PutOptions, ledger: SegmentLedger, id: int
-    ) -> StoredObject:
+    ) -> None:
         """Add an object whose first replica is `found.replicas[0]`, in an extent taken before.
 
         It enters its orders of eviction at its first `use` or `enter`.
         """
-        created = StoredObject(found, parent, options, holds=int(options.pin))
         key = found.key
-        self.objects[key] = created
-        order = self.tenant_orders.get(options.tenant)
-        if order is not None and parent is not None:
-            order.add(key, parent)
-        self._appear(created, ledger, id)
-        return created
+        self.objects[key] = self._appear(
+            found, parent, options, ledger, found.replicas[0].offset, id
+        )
+        if options.pin:
+            self.hold(key)
 
     def add_replica(
         self, stored: StoredObject, ledger: SegmentLedger, offset: Bytes, id: int
     ) -> None:
         """Add a replica in an extent taken before. Replicas in memory stay before those on disk."""
-        found = stored.found
-        replicas = [*found.replicas, Replica(ledger.name, offset)]
-        replicas.sort(key=lambda it: self.segments[it.segment].tier == "disk")
-        stored.found = msgspec.structs.replace(found, replicas=tuple(replicas))
-        self._appear(stored, ledger, id)
-        ledger.chains.enter(found.key)
-
-    def _appear(self, stored: StoredObject, ledger: SegmentLedger, id: int) -> None:
         key = stored.found.key
-        parent = stored.parent
-        ledger.objects[key] = id
-        if parent is not None:
-            ledger.chains.add(key, parent)
+        run = self._appear(stored.found, stored.parent, stored.options, ledger, offset, id)
+        runs = [*self.runs_of(key), run]
+        for it in runs:
+            it.several = True
+        runs.sort(key=lambda it: self.segments[it.segment].tier == "disk")
+        self.objects[key] = runs[0]
+        self.others[key] = tuple(runs[1:])
+        for order in self._orders(run):
+            order.enter(run)
+
+    def _appear(
+        self,
+        found: Found,
+        parent: Key | None,
+        options: PutOptions,
+        ledger: SegmentLedger,
+        offset: Bytes,
+        id: int,
+    ) -> Run:
+        """Add a replica to a run, which is returned; it is not in `objects` yet."""
+        key = found.key
+        run = self._growing(found.size, parent, options, ledger)
+        if run is None:
+            run = Run(ledger.name, parent, found.size, options, ledger.code)
+            ledger.runs[run] = None
+            for order in self._orders(run):
+                order.add(run)
+        run.append(key, found.checksum, found.version, id, offset)
+        ledger.replicas += 1
         ledger.note_change(key, id)
-        if not stored.holds:
-            ledger.evictable_bytes += aligned(stored.found.size)
-        if stored.options.blocks:
-            self._events.append(self._stored_event(stored, ledger))
+        if key not in self.holds:
+            ledger.evictable_bytes += aligned(found.size)
+        if options.blocks:
+            self._events.append(_stored_event(ledger, (key,), parent))
+        return run
 
-    def _stored_event(self, stored: StoredObject, ledger: SegmentLedger) -> BlocksStored:
-        keys = (BlockKey(stored.found.key),)
-        parent = None if stored.parent is None else BlockKey(stored.parent)
-        return BlocksStored(ledger.name, keys, parent, ledger.tier, ledger.mount.epoch)
+    def _growing(
+        self, size: Bytes, parent: Key | None, options: PutOptions, ledger: SegmentLedger
+    ) -> Run | None:
+        """The run on this segment that a block after `parent` can be added to."""
+        run = None if parent is None else self.replica(parent, ledger.name)
+        if run is None or run.keys[-1] != parent or run.size != size or run.options != options:
+            return None
+        return run if all(order.may_grow(run) for order in self._orders(run)) else None
 
-    def drop(self, stored: StoredObject, ledger: SegmentLedger) -> None:
-        """Drop the replica on this segment. With its last replica the object is gone."""
-        found = stored.found
-        offset = self._offset(stored, ledger)
-        self._disappear(stored, ledger)
-        self.give(ledger, offset, found.size, stored.options.tenant)
-        if stored.options.blocks:
-            self._events.append(
-                BlocksRemoved(ledger.name, (BlockKey(found.key),), ledger.tier, ledger.mount.epoch)
-            )
+    def _orders(self, run: Run) -> Sequence[RunOrder]:
+        """The orders of eviction that a run is in: its segment's, its tenant's if there is a
+        quota."""
+        own = self.segments[run.segment].order
+        of_tenant = self.tenant_orders.get(run.options.tenant)
+        return (own,) if of_tenant is None else (own, of_tenant)
 
-    def _disappear(self, stored: StoredObject, ledger: SegmentLedger) -> None:
-        key = stored.found.key
-        parent = stored.parent
-        ledger.note_change(key, ledger.objects.pop(key))
-        ledger.chains.remove(key, parent)
-        if not stored.holds:
-            ledger.evictable_bytes -= aligned(stored.found.size)
-        if len(stored.found.replicas) > 1:
-            left = tuple(it for it in stored.found.replicas if it.segment != ledger.name)
-            stored.found = msgspec.structs.replace(stored.found, replicas=left)
-            return
-        del self.objects[key]
-        order = self.tenant_orders.get(stored.options.tenant)
-        if order is not None:
-            order.remove(key, parent)
+    def divide(self, run: Run, at: int, keep_head: bool) -> Run:
+        """Give the blocks of a run from `at` on, or those before it, to a new run."""
+        new = run.divided(at, keep_head)
+        self.segments[run.segment].runs[new] = None
+        if not run.several:
+            self.objects.update(dict.fromkeys(new.keys, new))
+        else:
+            for key in new.keys:
+                runs = [new if it is run else it for it in self.runs_of(key)]
+                self.objects[key] = runs[0]
+                if len(runs) > 1:
+                    self.others[key] = tuple(runs[1:])
+        for order in self._orders(run):
+            order.divided(run, new, keep_head)
+        return new
 
-    def remove(self, stored: StoredObject) -> None:
+    def _part(self, run: Run, start: int, stop: int) -> Run:
+        """Make a part of a run a run of its own."""
+        if stop < len(run):
+            if start == 0:
+                return self.divide(run, stop, False)
+            self.divide(run, stop, True)
+        return self.divide(run, start, True) if start else run
+
+    def drop(self, key: Key, segment: SegmentId) -> None:
+        """Drop the object's replica on this segment. With its last replica the object is gone."""
+        run = self.replica(key, segment)
+        assert run is not None, "it has a replica there"
+        at = run.index(key)
+        if at < len(run) - 1:
+            run = self._part(run, at, at + 1)
+        ledger = self.segments[segment]
+        offset = run.offset(-1)
+        self._disappear(key, run.ids[-1], run, ledger)
+        run.pop()
+        if not len(run):
+            del ledger.runs[run]
+            for order in self._orders(run):
+                order.remove(run)
+        self.give(ledger, offset, run.size, run.options.tenant)
+        if run.options.blocks:
+            self._events.append(BlocksRemoved(segment, (BlockKey(key),), *_where(ledger)))
+
+    def _disappear(self, key: Key, id: int, run: Run, ledger: SegmentLedger) -> bool:
+        """A replica leaves its segment; returns whether the object is gone."""
+        ledger.replicas -= 1
+        ledger.note_change(key, id)
+        if key not in self.holds:
+            ledger.evictable_bytes -= aligned(run.size)
+        left = [it for it in self.runs_of(key) if it is not run] if run.several else []
+        if not left:
+            del self.objects[key]
+            self.others.pop(key, None)
+            self.holds.pop(key, None)
+            return True
+        self.objects[key] = left[0]
+        if left[1:]:
+            self.others[key] = tuple(left[1:])
+        else:
+            self.others.pop(key, None)
+        return False
+
+    def remove(self, key: Key) -> None:
         """Remove an object with all its replicas."""
-        for replica in stored.found.replicas:
-            self.drop(stored, self.segments[replica.segment])
+        for run in self.runs_of(key):
+            self.drop(key, run.segment)
 
-    def drop_segment(self, ledger: SegmentLedger) -> list[StoredObject]:
+    def drop_segment(self, ledger: SegmentLedger) -> list[Key]:
         """Drop a segment and its replicas; return its objects that have replicas elsewhere."""
         left = []
-        for key in list(ledger.objects):
-            stored = self.objects[key]
-            self._disappear(stored, ledger)
-            self._subtract_bytes(stored.found.size, stored.options.tenant)
-            if self.objects.get(key) is stored:
-                left.append(stored)
-        self._events.append(BlocksCleared(ledger.name, ledger.tier, ledger.mount.epoch))
+        for run in ledger.runs:
+            for key, id in zip(run.keys, run.ids, strict=True):
+                if not self._disappear(key, id, run, ledger):
+                    left.append(key)
+                self._subtract_bytes(run.size, run.options.tenant)
+            for order in self._orders(run):
+                order.remove(run)
+            run.keys.clear()
+        self._events.append(BlocksCleared(ledger.name, *_where(ledger)))
         del self.segments[ledger.name]
         return left
 
-    def held(self, ledger: SegmentLedger, key: Key) -> Held:
-        """Return what the segment's owner has to remember about a replica."""
-        stored = self.objects[key]
-        found = stored.found
-        return Held(
-            key,
-            found.size,
-            found.checksum,
-            found.version,
-            ledger.objects[key],
-            self._offset(stored, ledger),
-            stored.parent,
-            stored.options,
-        )
-
-    def _offset(self, stored: StoredObject, ledger: SegmentLedger) -> Bytes:
-        return next(it.offset for it in stored.found.replicas if it.segment == ledger.name)
-
-    def short(self) -> list[Key]:
-        """Return the objects whose replicas are on fewer nodes than the replicas they want."""
-        found = []
-        for key, stored in self.objects.items():
-            if stored.options.replicas > 1:
-                nodes = {self.segments[it.segment].node for it in stored.found.replicas}
-                if len(nodes) < stored.options.replicas:
-                    found.append(key)
-        return found
-
     # What may be evicted, and in which order
 
-    def hold(self, stored: StoredObject) -> None:
-        """Add one hold: the object is not evicted until all holds have ended."""
-        stored.holds += 1
-        if stored.holds == 1:
-            for replica in stored.found.replicas:
-                self.segments[replica.segment].evictable_bytes -= aligned(stored.found.size)
+    def hold(self, key: Key) -> Hold:
+        """Keep an object from eviction until all that hold it have ended."""
+        hold = self.holds.get(key)
+        if hold is None:
+            hold = self.holds[key] = Hold()
+            self._add_evictable(key, -1)
+        hold.count += 1
+        return hold
 
-    def unhold(self, stored: StoredObject) -> None:
-        """End one hold. The caller then puts the object into its orders, by `use` or `enter`."""
-        stored.holds -= 1
-        if stored.holds == 0:
-            for replica in stored.found.replicas:
-                self.segments[replica.segment].evictable_bytes += aligned(stored.found.size)
+    def is_held(self, key: Key, hold: Hold) -> bool:
+        """Whether the object is still there that was held."""
+        return self.holds.get(key) is hold
 
-    def pin(self, stored: StoredObject, pinned: bool) -> None:
+    def unhold(self, key: Key, hold: Hold) -> None:
+        """End one hold of an object that is still held by it.
+
+        The caller then puts the object into its orders, by `use` or `enter`.
+        """
+        hold.count -= 1
+        if not hold.count:
+            del self.holds[key]
+            self._add_evictable(key, 1)
+
+    def _add_evictable(self, key: Key, sign: int) -> None:
+        """All replicas of an object may be evicted from now on, or, if `sign` is -1, may not."""
+        run = self.objects[key]
+        self.segments[run.segment].evictable_bytes += sign * run.extent
+        if run.several:
+            for it in self.others.get(key, ()):
+                self.segments[it.segment].evictable_bytes += sign * it.extent
+
+    def pin(self, key: Key, pinned: bool) -> None:
         """Keep an object from eviction until it is unpinned."""
-        if stored.options.pin == pinned:
+        options = self.objects[key].options
+        if options.pin == pinned:
             return
-        stored.options = msgspec.structs.replace(stored.options, pin=pinned)
+        for run in self.runs_of(key):
+            at = run.index(key)
+            alone = self._part(run, at, at + 1)
+            alone.options = msgspec.structs.replace(options, pin=pinned)
+            self.segments[run.segment].note_change(key, alone.ids[0])
         if pinned:
-            self.hold(stored)
+            self.hold(key)
         else:
-            self.unhold(stored)
-            self.enter(stored)
-        for replica in stored.found.replicas:
-            ledger = self.segments[replica.segment]
-            ledger.note_change(stored.found.key, ledger.objects[stored.found.key])
+            self.unhold(key, self.holds[key])
+            self.enter(key)
 
-    def use(self, objects: Iterable[StoredObject]) -> None:
+    def use(self, keys: Sequence[Key]) -> None:
         """Mark the objects of one request, first block first, as used now on all segments."""
-        by_segment: dict[SegmentId, list[Key]] = {}
-        by_tenant: dict[str, list[Key]] = {}
-        for stored in objects:
-            key = stored.found.key
-            for replica in stored.found.replicas:
-                by_segment.setdefault(replica.segment, []).append(key)
-            if stored.options.tenant in self.tenant_orders:
-                by_tenant.setdefault(stored.options.tenant, []).append(key)
-        for name, keys in by_segment.items():
-            self.segments[name].chains.use(keys)
-        for tenant, keys in by_tenant.items():
-            self.tenant_orders[tenant].use(keys)
+        by_tenant: dict[str, list[Run]] = {}
+        self._use_on(None, keys, by_tenant)
+        if self.others:
+            elsewhere: dict[SegmentId, list[Key]] = {}
+            for key in keys:
+                for run in self.others.get(key, ()):
+                    elsewhere.setdefault(run.segment, []).append(key)
+            for segment, there in elsewhere.items():
+                self._use_on(segment, there, by_tenant)
+        for tenant, runs in by_tenant.items():
+            self.tenant_orders[tenant].use(runs)
 
-    def enter(self, stored: StoredObject) -> None:
+    def _use_on(
+        self, segment: SegmentId | None, keys: Sequence[Key], by_tenant: dict[str, list[Run]]
+    ) -> None:
+        """Mark the replicas on a segment as used, None: the first replicas; add their runs to those
+        of tenants with a quota."""
+        by_segment: dict[SegmentId, list[Run]] = {}
+        at = 0
+        while at < len(keys):
+            run = self.objects[keys[at]] if segment is None else self.replica(keys[at], segment)
+            assert run is not None, "it has a replica there"
+            start, stop = run.span(keys, at)
+            if segment is None and run.several:  # the next ones may have their first elsewhere
+                firsts = [self.objects[key] is run for key in run.keys[start:stop]]
+                stop = start + firsts.index(False) if False in firsts else stop
+            part = self._part(run, start, stop)
+            at += stop - start
+            by_segment.setdefault(part.segment, []).append(part)
+            if part.options.tenant in self.tenant_orders:
+                by_tenant.setdefault(part.options.tenant, []).append(part)
+        for name, runs in by_segment.items():
+            self.segments[name].order.use(runs)
+
+    def enter(self, key: Key) -> None:
         """Put an object into its orders of eviction, where it is not in them; this is no use."""
-        for replica in stored.found.replicas:
-            self.segments[replica.segment].chains.enter(stored.found.key)
-        if stored.options.tenant in self.tenant_orders:
-            self.tenant_orders[stored.options.tenant].enter(stored.found.key)
+        for run in self.runs_of(key):
+            for order in self._orders(run):
+                order.enter(run)
 
-    def is_free(self, key: Key) -> bool:
-        """Whether an object exists and may be evicted."""
-        stored = self.objects.get(key)
-        return stored is not None and stored.holds == 0
-
-    def next_victim(self, ledger: SegmentLedger) -> StoredObject | None:
+    def next_victim(self, ledger: SegmentLedger) -> Key | None:
         """Take the next object to evict out of a segment's order; None: nothing is evictable."""
-        objects, here = self.objects, ledger.objects
-        key = ledger.chains.pop(lambda key: key in here and objects[key].holds == 0)
-        return None if key is None else objects[key]
+        run = ledger.order.pop()
+        return None if run is None else run.keys[-1]
 
     def usable(self, tier: Medium) -> Sequence[SegmentLedger]:
         """Return the segments of a tier that take new replicas."""
         return [it for it in self.segments.values() if it.tier == tier and not it.draining]
 
 
+def _stored_event(ledger: SegmentLedger, keys: Sequence[Key], parent: Key | None) -> BlocksStored:
+    before = None if parent is None else BlockKey(parent)
+    return BlocksStored(ledger.name, tuple(map(BlockKey, keys)), before, *_where(ledger))
+
+
+def _where(ledger: SegmentLedger) -> tuple[Medium, int]:
+    """The tier and the epoch of events."""
+    return ledger.tier, ledger.mount.epoch
+
+
 @dataclass(slots=True)
 class _Lease:
     expires_us: Micros
-    held: dict[Key, StoredObject] = field(default_factory=dict)
+    held: dict[Key, Hold] = field(default_factory=dict)
     """In the order taken; some may be gone since. It grows only by the holder's own calls."""
 
 
@@ -473,25 +664,25 @@ class Leases:
         """The leases that hold something."""
         return list(self._leases)
 
-    def use(self, now_us: Micros, objects: Sequence[StoredObject], lease: LeaseId | None) -> None:
-        """Hold objects under `lease`, which lasts its time to live anew.
+    def use(self, now_us: Micros, keys: Sequence[Key], lease: LeaseId | None) -> None:
+        """Hold objects, which exist, under `lease`; it lasts its time to live anew.
 
         With no lease, or with a dead one, the objects are only marked as used now.
         """
         if lease is None or lease in self._released:
-            self._catalog.use(objects)
+            self._catalog.use(keys)
             return
         record = self._leases.get(lease)
         if record is None:
             record = self._leases[lease] = _Lease(0)
         record.expires_us = now_us + self._ttl_us
         held = record.held
-        for stored in objects:
-            key = stored.found.key
-            if held.get(key) is not stored:
-                held[key] = stored
-                stored.leases += 1
-                self._catalog.hold(stored)
+        holds = self._catalog.holds
+        for key in keys:
+            hold = held.get(key)
+            if hold is None or holds.get(key) is not hold:
+                hold = held[key] = self._catalog.hold(key)
+                hold.leases += 1
 
     def release(self, lease: LeaseId) -> None:
         """End a lease; its name is dead from now on. An unknown lease is no error."""
@@ -518,9 +709,10 @@ class Leases:
         record = self._leases.pop(lease, None)
         if record is None:
             return
-        objects = self._catalog.objects
-        still_held = [of for key, of in record.held.items() if objects.get(key) is of]
-        for stored in still_held:
-            stored.leases -= 1
-            self._catalog.unhold(stored)
-        self._catalog.use(still_held)
+        catalog = self._catalog
+        still_held = [key for key, hold in record.held.items() if catalog.is_held(key, hold)]
+        for key in still_held:
+            hold = record.held[key]
+            hold.leases -= 1
+            catalog.unhold(key, hold)
+        catalog.use(still_held)

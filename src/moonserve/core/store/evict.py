@@ -1,6 +1,6 @@
 """Eviction: which block goes next when memory is short. LRU, FIFO, SIEVE, LFU, length-aware.
 
-The simulator's caches use the orders; core.store.catalog uses them through ChainEviction, one per
+The simulator's caches use the orders; core.store.catalog uses them through core.store.runs, one per
 segment and one per tenant with a quota. An order knows keys only, never sizes or time.
 
 Every operation is O(1), amortised for SIEVE, and O(log n) for LFU and length-aware.
@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from heapq import heapify, heappop, heappush
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 K = TypeVar("K", bound=Hashable)
 
@@ -74,6 +74,15 @@ class Lru(Fifo[K]):
         for key in reversed(keys):
             order[key] = None
             to_end(key)
+
+    def use_first(self, key: K) -> None:
+        """Make a block the least recently used."""
+        self._order[key] = None
+        self._order.move_to_end(key, last=False)
+
+    def is_latest(self, key: K) -> bool:
+        """Whether a block in the order is the most recently used."""
+        return key == next(reversed(self._order))
 
 
 class Sieve(Eviction[K]):
@@ -203,72 +212,3 @@ EVICTIONS: dict[str, Callable[[], Eviction[Any]]] = {
     "length_aware": LengthAware,
 }
 """The orders by name, as in the setting `eviction`."""
-
-
-class ChainEviction(Generic[K]):
-    """An order of eviction over chains: the order names a victim, and its chain's tail goes first.
-
-    A block is useless without the blocks before it. So a block that others in this place continue
-    is evicted only after them, and what is left of a chain stays a usable prefix.
-
-    Held keys may be in the order: `pop` takes them out when it meets them. Code that ends a hold
-    must put the key in again (`enter` or `use`), so that every free key is in the order or doomed.
-    Beside the order's own cost every operation is O(1), amortised; `pop` also looks at the held
-    children of the key that it returns.
-    """
-
-    def __init__(self, eviction: str) -> None:
-        self._order: Eviction[K] = EVICTIONS[eviction]()
-        self._children: dict[K, dict[K, None]] = {}
-        self._doomed: list[K] = []
-        """A victim of the order, then the keys that go before it, each after its parent."""
-
-    def add(self, key: K, parent: K) -> None:
-        """Add a key that continues `parent`. It enters the order when it is used."""
-        siblings = self._children.get(parent)
-        if siblings is None:
-            self._children[parent] = {key: None}
-        else:
-            siblings[key] = None
-
-    def remove(self, key: K, parent: K | None) -> None:
-        """Remove a key that has left this place."""
-        self._order.discard(key)
-        if parent is not None:
-            siblings = self._children[parent]
-            del siblings[key]
-            if not siblings:
-                del self._children[parent]
-
-    def use(self, keys: Sequence[K]) -> None:
-        """The blocks of one request, first block first, are used now; see Eviction.use."""
-        self._order.use(keys)
-
-    def enter(self, key: K) -> None:
-        """Put a key into the order; nothing changes if it is in it."""
-        if key not in self._order:
-            self._order.use((key,))
-
-    def pop(self, free: Callable[[K], bool]) -> K | None:
-        """Take out the next key to evict among those that are `free`; None: there is none.
-
-        A caller that does not evict the key must hold it, or put it back by `use`.
-        """
-        doomed = self._doomed
-        order = self._order
-        while True:
-            while doomed:
-                key = doomed[-1]
-                if key in order or not free(key):  # used since, held or gone
-                    doomed.pop()
-                    continue
-                for child in self._children.get(key, ()):
-                    if free(child) and order.discard(child):
-                        doomed.append(child)
-                        break
-                else:
-                    return doomed.pop()
-            victim = order.pop()
-            if victim is None:
-                return None
-            doomed.append(victim)

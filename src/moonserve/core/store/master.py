@@ -26,10 +26,11 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 from heapq import nsmallest
+from itertools import compress, takewhile
 
 from moonserve.core.errors import BadRequest, Recovering, UnknownSegment
 from moonserve.core.kv.facts import BlockEvent
-from moonserve.core.store.catalog import Catalog, Leases, SegmentLedger, StoredObject
+from moonserve.core.store.catalog import Catalog, Leases, SegmentLedger
 from moonserve.core.store.owners import Recovery
 from moonserve.core.store.placement import Placement, Put, Puts
 from moonserve.core.store.replicas import Copies, Repair, Tiers
@@ -124,8 +125,7 @@ class Master:
         whole = self._recovery.page(now_us, mount, held, page, last)
         if whole is None or not last:
             return whole is not None
-        ledger = SegmentLedger(mount, self.terms.eviction, self._catalog.new_id(), now_us)
-        self._catalog.segments[mount.id] = ledger
+        ledger = self._catalog.mount(mount, now_us)
         self._known[mount.id] = None
         self._known.move_to_end(mount.id)
         if len(self._known) > _MAX_KNOWN:
@@ -172,7 +172,7 @@ class Master:
         ledger.last_contact_us = now_us
         ledger.beats += 1
         changes, now_seen, more = ledger.changes_after(
-            seen, lambda key: self._catalog.held(ledger, key)
+            seen, lambda key: self._catalog.held(segment, key)
         )
         return Orders(seen, changes, now_seen, more, self._copies.orders(now_us, segment))
 
@@ -204,7 +204,7 @@ class Master:
         if ledger is None:
             return False
         ledger.draining = True
-        self._repair.look_at(ledger.objects)
+        self._repair.look_at(ledger.keys())
         self._repair.plan(now_us)
         return True
 
@@ -214,9 +214,9 @@ class Master:
         """Take in what a client did under an earlier master: puts, and removals (key, version)."""
         for key, version in removed:
             self._recovery.removed(key, version)
-            stored = self._catalog.objects.get(key)
-            if stored is not None and stored.found.version <= version:
-                self._catalog.remove(stored)
+            now = self._catalog.version(key)
+            if now is not None and now <= version:
+                self._catalog.remove(key)
         self._recovery.claim_of_earlier(now_us, claims)
         if not self._recovery.running:
             self._restore(now_us)
@@ -253,9 +253,8 @@ class Master:
         objects = self._catalog.objects
         quota = self.terms.quotas.get(options.tenant)
         for key, size in items:
-            existing = objects.get(key)
-            if existing is not None:
-                self._use(now_us, (existing,), lease)
+            if key in objects:
+                self._use(now_us, (key,), lease)
                 outcomes.append(Exists())
             elif quota is not None and not self._placement.fits_quota(
                 options.tenant, size * options.replicas
@@ -286,15 +285,18 @@ class Master:
         """
         self._check_recovered(now_us)
         ended = [self._puts.end(ticket, checksum) for ticket, checksum in ends]
-        exist = [stored for stored in ended if stored is not None]
+        exist = [key for key in ended if key is not None]
         self._use(now_us, exist, lease)
+        catalog = self._catalog
         self._repair.look_at(
-            stored.found.key
-            for stored in exist
-            if stored.options.replicas > len(stored.found.replicas)
+            key
+            for key in exist
+            if (wanted := catalog.objects[key].options.replicas) > 1
+            and wanted > len(catalog.runs_of(key))
         )
+        versions = [None if key is None else catalog.version(key) for key in ended]
         self._repair.plan(now_us)
-        return [None if stored is None else stored.found.version for stored in ended]
+        return versions
 
     def put_abort(self, tickets: Sequence[int]) -> None:
         """Abort puts; stale tickets are no error."""
@@ -316,14 +318,9 @@ class Master:
         Objects that are only on disk are promoted to the segment `reader`, if it has room.
         """
         self._check_recovered(now_us)
-        run: list[StoredObject] = []
-        for key in keys:
-            existing = self._catalog.objects.get(key)
-            if existing is None:
-                break
-            run.append(existing)
-        self._use(now_us, run, lease, reader)
-        return [it.found for it in run]
+        there = list(takewhile(self._catalog.objects.__contains__, keys))
+        self._use(now_us, there, lease, reader)
+        return self._catalog.found(there)
 
     def get(
         self,
@@ -334,9 +331,10 @@ class Master:
     ) -> list[Found | None]:
         """Do the same as `find`, but do not stop at a missing key."""
         self._check_recovered(now_us)
-        there = [self._catalog.objects.get(key) for key in keys]
-        self._use(now_us, [it for it in there if it is not None], lease, reader)
-        return [None if it is None else it.found for it in there]
+        there = [key for key in keys if key in self._catalog.objects]
+        self._use(now_us, there, lease, reader)
+        found = dict(zip(there, self._catalog.found(there), strict=True))
+        return [found.get(key) for key in keys]
 
     def exists(self, keys: Sequence[Key]) -> list[bool]:
         """Return whether each key names an object. This does not count as a use."""
@@ -346,7 +344,7 @@ class Master:
     def locate(self, key: Key) -> Found | None:
         """Return an object. This does not count as a use."""
         self._check_recovered()
-        existing = self._catalog.objects.get(key)
+        existing = self._catalog.get(key)
         return None if existing is None else existing.found
 
     def scan(self, prefix: Key, after: Key | None, limit: int) -> list[Found]:
@@ -357,7 +355,7 @@ class Master:
         self._check_recovered()
         objects = self._catalog.objects
         keys = (it for it in objects if it.startswith(prefix) and (after is None or it > after))
-        return [objects[key].found for key in nsmallest(limit, keys)]
+        return self._catalog.found(nsmallest(limit, keys))
 
     def release(self, lease: LeaseId) -> None:
         """End a lease; an unknown one is no error. The name is dead for a lease's time to live.
@@ -385,17 +383,17 @@ class Master:
         removals = []
         putting = self._puts.oldest()  # these puts may still end after the removal
         for key in keys:
-            stored = self._catalog.objects.get(key)
-            if stored is None:
+            now = self._catalog.version(key)
+            if now is None:
                 version = putting.get(key, self._catalog.next_id) - 1
                 self._recovery.removed(key, version)
                 removals.append(Removal("missing", version))
-            elif stored.leases and not force:
+            elif (hold := self._catalog.holds.get(key)) and hold.leases and not force:
                 removals.append(Removal("leased"))
             else:
-                self._catalog.remove(stored)
-                self._recovery.removed(key, stored.found.version)
-                removals.append(Removal("removed", stored.found.version))
+                self._catalog.remove(key)
+                self._recovery.removed(key, now)
+                removals.append(Removal("removed", now))
         return removals
 
     def discard(self, key: Key, version: int, segment: SegmentId | None = None) -> None:
@@ -403,22 +401,20 @@ class Master:
 
         With its last replica the object is gone. A newer version is left alone.
         """
-        stored = self._catalog.objects.get(key)
-        if stored is None or stored.found.version != version:
+        if self._catalog.version(key) != version:
             return
-        for replica in stored.found.replicas:
-            if segment is None or replica.segment == segment:
-                self._catalog.drop(stored, self._catalog.segments[replica.segment])
+        for run in self._catalog.runs_of(key):
+            if segment is None or run.segment == segment:
+                self._catalog.drop(key, run.segment)
                 self._repair.look_at((key,))
 
     def pin(self, keys: Sequence[Key], pinned: bool) -> list[bool]:
         """Pin objects against eviction, or unpin them; return whether each exists."""
         self._check_recovered()
-        found = [self._catalog.objects.get(key) for key in keys]
-        for stored in found:
-            if stored is not None:
-                self._catalog.pin(stored, pinned)
-        return [stored is not None for stored in found]
+        found = [key in self._catalog.objects for key in keys]
+        for key in compress(keys, found):
+            self._catalog.pin(key, pinned)
+        return found
 
     def evict(self, now_us: Micros, segment: SegmentId, size: Bytes) -> tuple[Bytes, bool]:
         """Free `size` bytes of a segment, by copies to a disk of its node if there is one.
@@ -447,7 +443,7 @@ class Master:
         lost = self._drop_silent(now_us)
         for ledger in self._catalog.segments.values():
             if ledger.draining:  # puts and copies to it may have ended since
-                self._repair.look_at(ledger.objects)
+                self._repair.look_at(ledger.keys())
         self._recovery.reap(now_us)
         for task in self._copies.overdue(now_us):
             self._end_copy(now_us, task.target.segment, task.id, False)
@@ -484,7 +480,7 @@ class Master:
                     capacity_bytes=ledger.extents.capacity_bytes,
                     used_bytes=ledger.extents.used_bytes,
                     evictable_bytes=ledger.evictable_bytes,
-                    objects=len(ledger.objects),
+                    objects=ledger.replicas,
                     draining=ledger.draining,
                 )
                 for name, ledger in self._catalog.segments.items()
@@ -519,18 +515,18 @@ class Master:
     def _use(
         self,
         now_us: Micros,
-        objects: Sequence[StoredObject],
+        keys: Sequence[Key],
         lease: LeaseId | None,
         reader: SegmentId | None = None,
     ) -> None:
         """Hold objects under `lease`, or only mark them as used now; promote them to `reader`."""
-        if not objects:
+        if not keys:
             return
-        self._leases.use(now_us, objects, lease)
+        self._leases.use(now_us, keys, lease)
         near = None if reader is None else self._catalog.segments.get(reader)
         if near is not None:
-            for stored in objects:
-                self._tiers.promote(now_us, stored, near)
+            for key in keys:
+                self._tiers.promote(now_us, key, near)
 
     def _end_copy(self, now_us: Micros, segment: SegmentId, id: int, done: bool) -> bool:
         """End one copy; return whether it is a replica now."""
@@ -554,10 +550,11 @@ class Master:
         lost = [name for name, it in segments.items() if it.last_contact_us <= silent_us]
         for name in lost:
             ledger = segments[name]
-            unreported = [self._catalog.held(ledger, key) for key in ledger.unreported()]
+            unreported = [self._catalog.held(name, key) for key in ledger.unreported()]
             self._drop_segment(name)
             epoch = ledger.mount.epoch
-            self._recovery.claim(now_us, [Claim(name, epoch, it, False) for it in unreported])
+            claims = [Claim(name, epoch, it, False) for it in unreported if it is not None]
+            self._recovery.claim(now_us, claims)
         return lost
 
     def _drop_segment(self, name: SegmentId) -> None:
@@ -567,8 +564,7 @@ class Master:
             return
         self._puts.abort_of(name)
         self._copies.drop_target(ledger)
-        left = self._catalog.drop_segment(ledger)
-        self._repair.look_at([stored.found.key for stored in left])
+        self._repair.look_at(self._catalog.drop_segment(ledger))
 
     def _check_recovered(self, now_us: Micros | None = None) -> None:
         """Raise Recovering if the master does not know yet which objects exist."""

@@ -415,20 +415,20 @@ class Recovery:
     def _place(self, ledger: SegmentLedger, held: Held) -> None:
         """Make a replica of an extent that is taken, or free it if it is out of date."""
         catalog = self._catalog
-        stored = catalog.objects.get(held.key)
+        stored = catalog.get(held.key)
         same = stored is not None and (stored.found.size, stored.found.checksum) == (
             held.size,
             held.checksum,
         )
         if stored is not None and not same and stored.found.version < held.version:
-            catalog.remove(stored)
+            catalog.remove(held.key)
             stored = None
         if stored is None:
             replica = Replica(ledger.name, held.offset)
             found = Found(held.key, held.size, held.checksum, held.version, (replica,))
-            stored = catalog.create(found, held.parent, held.options, ledger, held.id)
-            catalog.enter(stored)
-        elif same and held.key not in ledger.objects:
+            catalog.create(found, held.parent, held.options, ledger, held.id)
+            catalog.enter(held.key)
+        elif same and catalog.replica(held.key, ledger.name) is None:
             catalog.give(ledger, held.offset, held.size, held.options.tenant)
             catalog.reserve(ledger, held.offset, held.size, stored.options.tenant)
             catalog.add_replica(stored, ledger, held.offset, held.id)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from moonserve.core.store.catalog import Catalog, SegmentLedger, StoredObject
+from moonserve.core.store.catalog import Catalog, SegmentLedger
 from moonserve.core.store.words import Found, Held, Key, PutOptions, Replica, aligned
 from moonserve.core.units import Bytes, Micros, SegmentId
 
@@ -70,7 +70,7 @@ class Placement:
         if ledger.extents.free_bytes + ledger.evictable_bytes < aligned(size):
             return None
         while (victim := self._catalog.next_victim(ledger)) is not None:
-            self._catalog.drop(victim, ledger)
+            self._catalog.drop(victim, ledger.name)
             self._catalog.evicted += 1
             if (offset := self._catalog.take(ledger, size, tenant)) is not None:
                 return offset
@@ -89,12 +89,11 @@ class Placement:
         if need > quota or not evict:
             return catalog.tenant_bytes.get(tenant, 0) + need <= quota
         while catalog.tenant_bytes.get(tenant, 0) + need > quota:
-            key = catalog.tenant_orders[tenant].pop(catalog.is_free)
-            if key is None:
+            run = catalog.tenant_orders[tenant].pop()
+            if run is None:
                 return False
-            victim = catalog.objects[key]
-            catalog.evicted += len(victim.found.replicas)
-            catalog.remove(victim)
+            catalog.evicted += len(catalog.runs_of(run.keys[-1]))
+            catalog.remove(run.keys[-1])
         return True
 
 
@@ -156,24 +155,24 @@ class Puts:
             held.options,
         )
 
-    def end(self, ticket: int, checksum: int) -> StoredObject | None:
-        """The bytes are written: return the object that exists now. None: the ticket is stale.
+    def end(self, ticket: int, checksum: int) -> Key | None:
+        """The bytes are written: return the key of the object. None: the ticket is stale.
 
-        If another put of the key ended first, its object is returned and this extent is freed. A
-        new object enters its orders of eviction when it is used.
+        If another put of the key ended first, its object exists and this extent is freed. A new
+        object enters its orders of eviction when it is used.
         """
         put = self._puts.pop(ticket, None)
         if put is None:
             return None
         catalog = self._catalog
         ledger = put.ledger
-        existing = catalog.objects.get(put.key)
-        if existing is not None:
+        if put.key in catalog.objects:
             catalog.give(ledger, put.offset, put.size, put.options.tenant)
-            return existing
+            return put.key
         replica = Replica(ledger.name, put.offset)
         found = Found(put.key, put.size, checksum, ticket, (replica,))
-        return catalog.create(found, put.parent, put.options, ledger, ticket)
+        catalog.create(found, put.parent, put.options, ledger, ticket)
+        return put.key
 
     def abort(self, tickets: Iterable[int]) -> None:
         """Abort puts; stale tickets are no error."""

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-from moonserve.core.store.catalog import Catalog, SegmentLedger, StoredObject
+from moonserve.core.store.catalog import Catalog, Hold, SegmentLedger, StoredObject
 from moonserve.core.store.placement import Placement
 from moonserve.core.store.words import Copy, Held, Key, Replica, aligned
 from moonserve.core.units import Bytes, Micros, SegmentId
@@ -34,13 +34,14 @@ class CopyTask:
     """One copy under way."""
 
     stored: StoredObject
-    """The object may have been removed meanwhile."""
+    """As it was at the start; the object may have been removed meanwhile."""
     why: Why
     id: int
     source: Replica
     source_ledger: SegmentLedger
     target: Replica
     deadline_us: Micros
+    hold: Hold
 
     @property
     def size(self) -> Bytes:
@@ -75,9 +76,8 @@ class Copies:
 
     def targets(self, key: Key) -> list[SegmentId]:
         """Return the segments to which an object is being copied."""
-        stored = self._catalog.objects[key]
         tasks = self._by_key.get(key, {}).values()
-        return [it.target.segment for it in tasks if it.stored is stored]
+        return [it.target.segment for it in tasks if self._catalog.is_held(key, it.hold)]
 
     def accepts(self, ledger: SegmentLedger, size: Bytes) -> bool:
         """Whether a segment can take one more copy now."""
@@ -101,15 +101,17 @@ class Copies:
         the quota counts already, so the quota does not stop it.
         """
         id = self._catalog.new_id()
+        hold = self._catalog.hold(stored.found.key)  # or the copy could evict what it copies
         offset = self._take_extent(stored, to, why)
         if offset is None:
+            self._let_go(stored.found.key, hold)
             return False
         found = stored.found
         origin = next(it for it in found.replicas if source is None or it.segment == source.name)
         from_ledger = self._catalog.segments[origin.segment]
         target = Replica(to.name, offset)
         deadline_us = now_us + self._catalog.terms.put_ttl_us
-        task = CopyTask(stored, why, id, origin, from_ledger, target, deadline_us)
+        task = CopyTask(stored, why, id, origin, from_ledger, target, deadline_us, hold)
         self._tasks[id] = task
         self._new_targets[to.name] = None
         self._by_target.setdefault(to.name, {})[id] = task
@@ -119,22 +121,23 @@ class Copies:
         return True
 
     def _take_extent(self, stored: StoredObject, to: SegmentLedger, why: Why) -> Bytes | None:
-        """Hold the object and take an extent for its copy; None: no room, and it is not held."""
+        """Take an extent for the copy of an object that is held; None: no room."""
         catalog = self._catalog
         placement = self._placement
         size = stored.found.size
         tenant = stored.options.tenant
-        catalog.hold(stored)  # or this copy could evict the object that it copies
         promote = why == "promote"
         moves = why in ("demote", "drain")
-        offset = None
         if moves or placement.fits_quota(tenant, size, evict=not promote):
             take = catalog.take if promote else placement.take
-            offset = take(to, size, tenant)
-        if offset is None:
-            catalog.unhold(stored)
-            catalog.enter(stored)
-        return offset
+            return take(to, size, tenant)
+        return None
+
+    def _let_go(self, key: Key, hold: Hold) -> None:
+        """The object may be evicted, if it still exists."""
+        if self._catalog.is_held(key, hold):
+            self._catalog.unhold(key, hold)
+            self._catalog.enter(key)
 
     def orders(self, now_us: Micros, segment: SegmentId) -> tuple[Copy, ...]:
         """Return the copies that a segment's owner has to make; repeated until it answers."""
@@ -165,17 +168,17 @@ class Copies:
         task = self._tasks.get(id)
         if task is None or task.target.segment != segment:
             return None
-        self._forget(task)
         catalog = self._catalog
         stored = task.stored
         key = task.stored.found.key
+        now = catalog.get(key) if catalog.is_held(key, task.hold) else None
+        self._forget(task)
         ledger = catalog.segments[segment]
         offset = task.target.offset
-        exists = catalog.objects.get(key) is stored
-        if not done or not exists or key in ledger.objects:
+        if not done or now is None or catalog.replica(key, segment) is not None:
             catalog.give(ledger, offset, task.size, stored.options.tenant)
             return task, False
-        catalog.add_replica(stored, ledger, offset, id)
+        catalog.add_replica(now, ledger, offset, id)
         self._made[id] = key
         if len(self._made) > _MAX_MADE:
             self._made.popitem(last=False)
@@ -187,7 +190,8 @@ class Copies:
         An owner asks again if it did not receive the first answer.
         """
         key = self._made.get(id)
-        return key is not None and self._catalog.segments[segment].objects.get(key) == id
+        held = None if key is None else self._catalog.held(segment, key)
+        return held is not None and held.id == id
 
     def overdue(self, now_us: Micros) -> list[CopyTask]:
         """Return the tasks whose deadline has passed."""
@@ -200,7 +204,6 @@ class Copies:
             self._catalog.give(ledger, task.target.offset, task.size, task.stored.options.tenant)
 
     def _forget(self, task: CopyTask) -> None:
-        catalog = self._catalog
         stored = task.stored
         key = stored.found.key
         target = task.target.segment
@@ -213,9 +216,7 @@ class Copies:
             del self._by_key[key]
         if task.why == "demote":
             task.source_ledger.leaving_bytes -= aligned(stored.found.size)
-        if catalog.objects.get(key) is stored:
-            catalog.unhold(stored)
-            catalog.enter(stored)
+        self._let_go(key, task.hold)
 
 
 class Repair:
@@ -261,11 +262,9 @@ class Repair:
         self._plan_asked(now_us, to)
         left = self._asked.get(to, {})
         for count, key in enumerate(keys):
-            stored = objects.get(key)
-            there = stored is not None and any(it.segment == to for it in stored.found.replicas)
-            if there or key in left:
+            if self._catalog.replica(key, to) is not None or key in left:
                 continue
-            if stored is None or to not in self._copies.targets(key):
+            if key not in objects or to not in self._copies.targets(key):
                 return count
         return len(keys)
 
@@ -277,7 +276,7 @@ class Repair:
         for _ in range(min(_MAX_LOOKS, len(waiting))):
             key = next(iter(waiting))
             failed = waiting.pop(key)
-            stored = self._catalog.objects.get(key)
+            stored = self._catalog.get(key)
             if stored is not None and not self._is_settled(now_us, stored, failed):
                 waiting[key] = failed
 
@@ -287,10 +286,10 @@ class Repair:
         asked = self._asked[to]
         ledger = catalog.segments.get(to)
         for key, source in list(asked.items()):
-            stored = catalog.objects.get(key)
+            stored = catalog.get(key)
             if ledger is None or ledger.draining:
                 asked.clear()
-            elif stored is None or key in ledger.objects or to in self._copies.targets(key):
+            elif stored is None or self._is_at(key, to):
                 del asked[key]
             elif not self._copies.accepts(ledger, stored.found.size):
                 return
@@ -303,6 +302,11 @@ class Repair:
             if not asked:
                 break
         del self._asked[to]
+
+    def _is_at(self, key: Key, segment: SegmentId) -> bool:
+        """Whether an object has a replica there, or is being copied there."""
+        there = self._catalog.replica(key, segment) is not None
+        return there or segment in self._copies.targets(key)
 
     def _source_ledger(
         self, stored: StoredObject, source: SegmentId | None
@@ -327,9 +331,11 @@ class Repair:
             return False
         if coming:
             return False
-        if leaving and staying and stored.holds == int(stored.options.pin):
+        key = stored.found.key
+        hold = catalog.holds.get(key)
+        if leaving and staying and (hold is None or hold.count == int(stored.options.pin)):
             for ledger in leaving:
-                catalog.drop(stored, ledger)
+                catalog.drop(key, ledger.name)
             leaving = []
         return not leaving or not staying
 
@@ -411,44 +417,47 @@ class Tiers:
         while ledger.extents.used_bytes - ledger.leaving_bytes > to:
             if disk is not None and not self._copies.accepts(disk, 0):
                 return
-            victim = catalog.next_victim(ledger)
-            if victim is None:
+            key = catalog.next_victim(ledger)
+            victim = None if key is None else catalog.get(key)
+            if key is None or victim is None:
                 return
             if self._is_on_disk(victim):
-                catalog.drop(victim, ledger)
+                catalog.drop(key, ledger.name)
                 catalog.demoted += 1
             elif disk is None or not self._copies.start(
                 now_us, victim, disk, "demote", source=ledger
             ):
                 if not evict:
                     return
-                catalog.drop(victim, ledger)
+                catalog.drop(key, ledger.name)
                 catalog.evicted += 1
 
-    def promote(self, now_us: Micros, stored: StoredObject, to: SegmentLedger) -> None:
+    def promote(self, now_us: Micros, key: Key, to: SegmentLedger) -> None:
         """Start to copy an object that is only on disk to a memory segment with free bytes."""
-        replicas = stored.found.replicas
+        catalog = self._catalog
+        run = catalog.objects[key]
         if (
             to.tier == "dram"
             and not to.draining
             and not self.is_high(to)
-            and self._catalog.segments[replicas[0].segment].tier == "disk"
-            and not self._copies.targets(stored.found.key)
-            and self._copies.accepts(to, stored.found.size)
+            and catalog.segments[run.segment].tier == "disk"
+            and not self._copies.targets(key)
+            and self._copies.accepts(to, run.size)
+            and (stored := catalog.get(key)) is not None
         ):
             self._copies.start(now_us, stored, to, "promote")
 
     def copied(self, task: CopyTask) -> None:
         """A copy became a replica: of a demoted object, drop the replica in memory."""
         catalog = self._catalog
-        stored = task.stored
+        key = task.stored.found.key
         if task.why == "promote":
             catalog.promoted += 1
-        elif task.why == "demote" and stored.holds == 0:
+        elif task.why == "demote" and key not in catalog.holds:
             ledger = task.source_ledger
             mounted = catalog.segments.get(ledger.name) is ledger
-            if mounted and stored.found.key in ledger.objects:
-                catalog.drop(stored, ledger)
+            if mounted and catalog.replica(key, ledger.name) is not None:
+                catalog.drop(key, ledger.name)
                 catalog.demoted += 1
 
     def _disk_of(self, ledger: SegmentLedger) -> SegmentLedger | None:

@@ -5,7 +5,7 @@ Frozen structs, which travel as msgpack on the control plane. Nothing here has b
 
 from __future__ import annotations
 
-from typing import Literal, TypeAlias
+from typing import Annotated, Literal, TypeAlias
 
 import msgspec
 
@@ -15,6 +15,10 @@ Key: TypeAlias = bytes
 """The name of an object, 1..256 bytes. The key of a KV block is its BlockKey."""
 Medium: TypeAlias = Literal["dram", "disk"]
 """Where a segment's bytes are: host memory (G2 of KV events) or local disk (G3)."""
+
+Number: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]
+"""An id, a checksum or an offset that another process reports: on the wire at most 64 bits, and the
+master keeps them in arrays of such numbers."""
 
 ALIGN: Bytes = 64
 """Extents start and end on cache lines, so that no two writers share one."""
@@ -184,12 +188,12 @@ class Held(msgspec.Struct, frozen=True, array_like=True, tag="h"):
 
     key: Key
     size: Bytes
-    checksum: int
-    version: int
-    id: int
+    checksum: Number
+    version: Number
+    id: Number
     """The id of the put or copy that wrote this replica. Ids never repeat. If two replicas overlap,
     the larger id is the later."""
-    offset: Bytes
+    offset: Number
     parent: Key | None
     options: PutOptions
 

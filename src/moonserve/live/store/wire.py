@@ -18,6 +18,7 @@ from moonserve.core.store.words import (
     Claim,
     Found,
     Mount,
+    Number,
     Orders,
     Outcome,
     Terms,
@@ -145,7 +146,7 @@ class PutEndCall(msgspec.Struct, frozen=True, array_like=True):
     The reply: per put the version of the object that exists now; None: the ticket is stale.
     """
 
-    ends: Annotated[Sequence[tuple[int, int]], _BATCH]
+    ends: Annotated[Sequence[tuple[int, Number]], _BATCH]
     lease: Name | None
 
 
