@@ -99,7 +99,7 @@ def _spread(runs: dict[SegmentId, int], mask: int, length: int, names: Sequence[
 class HolderState:
     """One holder: its bit in masks, its pieces, and how many blocks they have together."""
 
-    __slots__ = ("bit", "blocks", "epoch", "name", "pieces")
+    __slots__ = ("alone", "bit", "blocks", "epoch", "name", "pieces")
 
     def __init__(self, name: SegmentId, epoch: int, bit: int) -> None:
         self.name = name
@@ -107,12 +107,18 @@ class HolderState:
         self.bit = bit
         self.blocks = 0
         self.pieces: dict[ChainPiece, None] = {}
+        self.alone: dict[int, dict[HolderState, int]] = {
+            one: {self: one} for one in ONE_COPY.values()
+        }
+        """`counts` of the pieces that only this holder has, once, on the tier of that count. Most
+        pieces are such, and have no dict of their own."""
 
 
 class ChainPiece:
     """A run of keys that the same holders have, each holder with one count for the whole run.
 
-    It never has a key twice, and is in `pieces` of exactly the holders in its `counts`.
+    It never has a key twice, and is in `pieces` of exactly the holders in its `counts`. These are
+    changed by `put` and `take` only: pieces with one holder may share them.
     """
 
     __slots__ = ("counts", "keys", "mask", "next", "parent", "used")
@@ -135,6 +141,39 @@ class ChainPiece:
         """Whether a request was placed by it since eviction looked at it last."""
         for holder in counts:
             holder.pieces[self] = None
+
+    def put(self, it: HolderState, count: int) -> None:
+        """The holder has so many copies, on each tier, of every key of the piece."""
+        counts = self.counts
+        if it not in counts:
+            it.pieces[self] = None
+            self.mask = self.mask | it.bit if counts else it.bit
+        if len(counts) > 1:
+            counts[it] = count
+        elif counts and it not in counts:
+            self.counts = {**counts, it: count}
+        else:
+            self.counts = it.alone.get(count) or {it: count}
+
+    def take(self, it: HolderState) -> None:
+        """The holder, which has copies, has none any more."""
+        del it.pieces[self]
+        self.mask ^= it.bit
+        if len(self.counts) == 1:
+            self.counts = {}
+            return
+        del self.counts[it]
+        if len(self.counts) == 1:
+            [(last, count)] = self.counts.items()
+            self.mask = last.bit
+            self.counts = last.alone.get(count, self.counts)
+
+    def part(self, keys: list[Hashable], parent: Hashable | None) -> ChainPiece:
+        """A new piece of some of the keys; the caller takes them out of this one."""
+        counts = self.counts if len(self.counts) == 1 else dict(self.counts)
+        new = ChainPiece(keys, parent, self.mask, counts)
+        new.used = self.used
+        return new
 
 
 class PrefixIndex:
@@ -205,12 +244,8 @@ class PrefixIndex:
                 ahead = keys[at : at + min(room, len(piece.keys))]
                 piece = self._cut(piece, *span(piece.keys, ahead))
             at += len(piece.keys)
-            if known:
-                piece.counts[it] += one
-            else:
-                piece.counts[it] = one
-                piece.mask |= it.bit
-                it.pieces[piece] = None
+            piece.put(it, piece.counts.get(it, 0) + one)
+            if not known:
                 it.blocks += len(piece.keys)
                 self.entries += len(piece.keys)
             self._join(piece)
@@ -243,7 +278,7 @@ class PrefixIndex:
             if count == one:
                 self._lose(it, piece)
             else:
-                piece.counts[it] = count - one
+                piece.put(it, count - one)
             if piece.mask:
                 self._join(piece)
         if not it.pieces:
@@ -257,8 +292,10 @@ class PrefixIndex:
             return
         others = ~(ONE_COPY[tier] * COPIES)
         for piece in list(it.pieces):
-            piece.counts[it] &= others
-            if not piece.counts[it]:
+            left = piece.counts[it] & others
+            if left:
+                piece.put(it, left)
+            else:
                 self._lose(it, piece)
         if not it.pieces:
             self._forget(it, epoch)
@@ -366,6 +403,7 @@ class PrefixIndex:
     def _forget(self, it: HolderState, oldest_epoch: int) -> None:
         """The holder has nothing any more: another holder may reuse its bit."""
         del self._holders[it.name]
+        it.alone.clear()  # they refer to their holder
         self._free.append(it.bit.bit_length() - 1)
         self._remember(it.name, oldest_epoch)
 
@@ -443,6 +481,8 @@ class PrefixIndex:
         before = self._where.get(parent)
         if before is not None:
             before.next = keys[0]
+            if before.keys[-1] == parent:
+                piece.parent = before.keys[-1]  # one object for both
         return piece
 
     def _cut(self, piece: ChainPiece, start: int, stop: int) -> ChainPiece:
@@ -457,16 +497,15 @@ class PrefixIndex:
         """Make two pieces of one; the larger part keeps the object."""
         head, tail = piece.keys[:at], piece.keys[at:]
         if len(head) < len(tail):
-            new = ChainPiece(head, piece.parent, piece.mask, dict(piece.counts))
+            new = piece.part(head, piece.parent)
             piece.keys = tail
             piece.parent = head[-1]
             new.next = tail[0]
             first, second = new, piece
         else:
-            new = ChainPiece(tail, head[-1], piece.mask, dict(piece.counts))
+            new = piece.part(tail, head[-1])
             piece.keys, piece.next, new.next = head, tail[0], piece.next
             first, second = piece, new
-        new.used = piece.used
         self._where.update(dict.fromkeys(new.keys, new))
         return first, second
 
@@ -501,8 +540,7 @@ class PrefixIndex:
 
     def _lose(self, it: HolderState, piece: ChainPiece) -> None:
         """A holder has lost its last copy of a piece."""
-        del piece.counts[it], it.pieces[piece]
-        piece.mask ^= it.bit
+        piece.take(it)
         it.blocks -= len(piece.keys)
         self.entries -= len(piece.keys)
         if not piece.mask:
