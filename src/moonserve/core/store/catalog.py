@@ -224,6 +224,8 @@ class Catalog:
         """The run with the first replica of each object. Replicas in memory come before others."""
         self.others: dict[Key, tuple[Run, ...]] = {}
         """The runs with further replicas."""
+        self._latest_others: tuple[Run, ...] = ()
+        """The tuple that was noted last: blocks of one run share it."""
         self.holds: dict[Key, Hold] = {}
         """The objects that are not evicted now."""
         self.tenant_bytes: dict[str, Bytes] = {}
@@ -395,10 +397,20 @@ class Catalog:
         for it in runs:
             it.several = True
         runs.sort(key=lambda it: self.segments[it.segment].tier == "disk")
-        self.objects[key] = runs[0]
-        self.others[key] = tuple(runs[1:])
+        self._set_runs(key, runs)
         for order in self._orders(run):
             order.enter(run)
+
+    def _set_runs(self, key: Key, runs: Sequence[Run]) -> None:
+        """Note where an object has its replicas: in at least one run."""
+        self.objects[key] = runs[0]
+        if len(runs) == 1:
+            self.others.pop(key, None)
+            return
+        others = tuple(runs[1:])
+        if others != self._latest_others:
+            self._latest_others = others
+        self.others[key] = self._latest_others
 
     def _appear(
         self,
@@ -451,9 +463,7 @@ class Catalog:
         else:
             for key in new.keys:
                 runs = [new if it is run else it for it in self.runs_of(key)]
-                self.objects[key] = runs[0]
-                if len(runs) > 1:
-                    self.others[key] = tuple(runs[1:])
+                self._set_runs(key, runs)
         for order in self._orders(run):
             order.divided(run, new, keep_head)
         return new
@@ -497,11 +507,7 @@ class Catalog:
             self.others.pop(key, None)
             self.holds.pop(key, None)
             return True
-        self.objects[key] = left[0]
-        if left[1:]:
-            self.others[key] = tuple(left[1:])
-        else:
-            self.others.pop(key, None)
+        self._set_runs(key, left)
         return False
 
     def remove(self, key: Key) -> None:
