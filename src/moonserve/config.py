@@ -348,7 +348,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             "up gateway conductor",
             "N",
             "most KV blocks that the gateway's index knows, each counted once for each holder; a"
-            " full index forgets blocks that were not used for long, about 250 bytes each",
+            " full index forgets blocks that were not used for long, about 150 bytes each",
         ),
     ] = 4_000_000
     alone_tokens: Annotated[

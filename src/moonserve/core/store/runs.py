@@ -58,8 +58,9 @@ class Run:
         self.options = options
         self.keys: list[Key] = []
         self.versions: Numbers = range(0)
-        self.ids: Numbers = range(0)
-        """Of the put or copy that wrote each replica."""
+        self.ids: Numbers = self.versions
+        """Of the put or copy that wrote each replica. Of objects that were put here they are the
+        versions, and one object serves for both."""
         self.checksums = array("Q")
         self._offsets = array(code)  # in units of ALIGN
         self._next = 0  # after the key that was looked for last
@@ -73,15 +74,22 @@ class Run:
         """Add a block that continues the run."""
         self.keys.append(key)
         self.checksums.append(checksum)
-        self.versions = _appended(self.versions, version)
-        self.ids = _appended(self.ids, id)
+        if self.ids is not self.versions:
+            self.ids = _appended(self.ids, id)
+            self.versions = _appended(self.versions, version)
+        elif id == version:
+            self.ids = self.versions = _appended(self.versions, version)
+        else:
+            self.ids = _appended(self.ids[:], id)
+            self.versions = _appended(self.versions, version)
         self._offsets.append(offset // ALIGN)
 
     def pop(self) -> None:
         """Take the last block out."""
         del self.keys[-1], self.checksums[-1], self._offsets[-1]
+        same = self.ids is self.versions
         self.versions = self.versions[:-1]
-        self.ids = self.ids[:-1]
+        self.ids = self.versions if same else self.ids[:-1]
 
     def offset(self, at: int) -> Bytes:
         """Where block number `at` of the run is in the segment."""
@@ -131,8 +139,12 @@ class Run:
             self.parent = self.keys[at - 1]
         new.several = self.several
         new.keys, self.keys = self.keys[gives], self.keys[keeps]
+        same = self.ids is self.versions
         new.versions, self.versions = self.versions[gives], self.versions[keeps]
-        new.ids, self.ids = self.ids[gives], self.ids[keeps]
+        if same:
+            new.ids, self.ids = new.versions, self.versions
+        else:
+            new.ids, self.ids = self.ids[gives], self.ids[keeps]
         new.checksums, self.checksums = self.checksums[gives], self.checksums[keeps]
         new._offsets, self._offsets = self._offsets[gives], self._offsets[keeps]
         return new
