@@ -18,7 +18,7 @@ from typing import NamedTuple
 import msgspec
 
 from moonserve.core.kv.facts import BlockEvent, BlocksCleared, BlocksRemoved, BlocksStored, merged
-from moonserve.core.store.runs import Run, RunOrder, code_of
+from moonserve.core.store.runs import RunOrder, StoredRun, code_of
 from moonserve.core.store.words import (
     ALIGN,
     Found,
@@ -133,7 +133,7 @@ class SegmentLedger:
         self.extents = Extents(mount.capacity_bytes)
         self.code = code_of(mount.capacity_bytes)
         self.order = order
-        self.runs: dict[Run, None] = {}
+        self.runs: dict[StoredRun, None] = {}
         """Its replicas."""
         self.replicas = 0
         """How many replicas there are."""
@@ -220,11 +220,11 @@ class Catalog:
         self.terms = terms
         self.next_id = first_id
         self.segments: dict[SegmentId, SegmentLedger] = {}
-        self.objects: dict[Key, Run] = {}
+        self.objects: dict[Key, StoredRun] = {}
         """The run with the first replica of each object. Replicas in memory come before others."""
-        self.others: dict[Key, tuple[Run, ...]] = {}
+        self.others: dict[Key, tuple[StoredRun, ...]] = {}
         """The runs with further replicas."""
-        self._latest_others: tuple[Run, ...] = ()
+        self._latest_others: tuple[StoredRun, ...] = ()
         """The tuple that was noted last: blocks of one run share it."""
         self.holds: dict[Key, Hold] = {}
         """The objects that are not evicted now."""
@@ -314,7 +314,7 @@ class Catalog:
             found += self._found(run, start, stop)
         return found
 
-    def _found(self, run: Run, start: int, stop: int) -> list[Found]:
+    def _found(self, run: StoredRun, start: int, stop: int) -> list[Found]:
         """The objects of a part of a run, which has their first replicas."""
         keys = run.keys[start:stop]
         replicas: list[tuple[Replica, ...]] = [(it,) for it in run.replicas(start, stop)]
@@ -332,11 +332,11 @@ class Catalog:
         run = self.objects.get(key)
         return None if run is None else run.versions[run.index(key)]
 
-    def runs_of(self, key: Key) -> tuple[Run, ...]:
+    def runs_of(self, key: Key) -> tuple[StoredRun, ...]:
         """Return the runs with the replicas of an object that exists."""
         return (self.objects[key], *self.others.get(key, ()))
 
-    def replica(self, key: Key, segment: SegmentId) -> Run | None:
+    def replica(self, key: Key, segment: SegmentId) -> StoredRun | None:
         """Return the run with the object's replica on this segment, if there is one."""
         run = self.objects.get(key)
         if run is None or run.segment == segment:
@@ -401,7 +401,7 @@ class Catalog:
         for order in self._orders(run):
             order.enter(run)
 
-    def _set_runs(self, key: Key, runs: Sequence[Run]) -> None:
+    def _set_runs(self, key: Key, runs: Sequence[StoredRun]) -> None:
         """Note where an object has its replicas: in at least one run."""
         self.objects[key] = runs[0]
         if len(runs) == 1:
@@ -420,12 +420,12 @@ class Catalog:
         ledger: SegmentLedger,
         offset: Bytes,
         id: int,
-    ) -> Run:
+    ) -> StoredRun:
         """Add a replica to a run, which is returned; it is not in `objects` yet."""
         key = found.key
         run = self._growing(found.size, parent, options, ledger)
         if run is None:
-            run = Run(ledger.name, parent, found.size, options, ledger.code)
+            run = StoredRun(ledger.name, parent, found.size, options, ledger.code)
             ledger.runs[run] = None
             for order in self._orders(run):
                 order.add(run)
@@ -440,21 +440,21 @@ class Catalog:
 
     def _growing(
         self, size: Bytes, parent: Key | None, options: PutOptions, ledger: SegmentLedger
-    ) -> Run | None:
+    ) -> StoredRun | None:
         """The run on this segment that a block after `parent` can be added to."""
         run = None if parent is None else self.replica(parent, ledger.name)
         if run is None or run.keys[-1] != parent or run.size != size or run.options != options:
             return None
         return run if all(order.may_grow(run) for order in self._orders(run)) else None
 
-    def _orders(self, run: Run) -> Sequence[RunOrder]:
+    def _orders(self, run: StoredRun) -> Sequence[RunOrder]:
         """The orders of eviction that a run is in: its segment's, its tenant's if there is a
         quota."""
         own = self.segments[run.segment].order
         of_tenant = self.tenant_orders.get(run.options.tenant)
         return (own,) if of_tenant is None else (own, of_tenant)
 
-    def divide(self, run: Run, at: int, keep_head: bool) -> Run:
+    def divide(self, run: StoredRun, at: int, keep_head: bool) -> StoredRun:
         """Give the blocks of a run from `at` on, or those before it, to a new run."""
         new = run.divided(at, keep_head)
         self.segments[run.segment].runs[new] = None
@@ -468,7 +468,7 @@ class Catalog:
             order.divided(run, new, keep_head)
         return new
 
-    def _part(self, run: Run, start: int, stop: int) -> Run:
+    def _part(self, run: StoredRun, start: int, stop: int) -> StoredRun:
         """Make a part of a run a run of its own."""
         if stop < len(run):
             if start == 0:
@@ -495,7 +495,7 @@ class Catalog:
         if run.options.blocks:
             self._events.append(BlocksRemoved(segment, (BlockKey(key),), *_where(ledger)))
 
-    def _disappear(self, key: Key, id: int, run: Run, ledger: SegmentLedger) -> bool:
+    def _disappear(self, key: Key, id: int, run: StoredRun, ledger: SegmentLedger) -> bool:
         """A replica leaves its segment; returns whether the object is gone."""
         ledger.replicas -= 1
         ledger.note_change(key, id)
@@ -581,7 +581,7 @@ class Catalog:
 
     def use(self, keys: Sequence[Key]) -> None:
         """Mark the objects of one request, first block first, as used now on all segments."""
-        by_tenant: dict[str, list[Run]] = {}
+        by_tenant: dict[str, list[StoredRun]] = {}
         self._use_on(None, keys, by_tenant)
         if self.others:
             elsewhere: dict[SegmentId, list[Key]] = {}
@@ -594,11 +594,11 @@ class Catalog:
             self.tenant_orders[tenant].use(runs)
 
     def _use_on(
-        self, segment: SegmentId | None, keys: Sequence[Key], by_tenant: dict[str, list[Run]]
+        self, segment: SegmentId | None, keys: Sequence[Key], by_tenant: dict[str, list[StoredRun]]
     ) -> None:
         """Mark the replicas on a segment as used, None: the first replicas; add their runs to those
         of tenants with a quota."""
-        by_segment: dict[SegmentId, list[Run]] = {}
+        by_segment: dict[SegmentId, list[StoredRun]] = {}
         at = 0
         while at < len(keys):
             run = self.objects[keys[at]] if segment is None else self.replica(keys[at], segment)

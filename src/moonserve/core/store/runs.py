@@ -24,7 +24,7 @@ Numbers: TypeAlias = "range | array[int]"
 """Ids of successive blocks: nearly always they count up, and then cost nothing."""
 
 
-class Run:
+class StoredRun:
     """Replicas of successive blocks of one chain, on one segment, alike in size and options.
 
     It never has a key twice. Only its last block can leave it; see `divided`.
@@ -127,14 +127,14 @@ class Run:
             same += 1
         return start, start + same
 
-    def divided(self, at: int, keep_head: bool) -> Run:
+    def divided(self, at: int, keep_head: bool) -> StoredRun:
         """Give away the blocks from `at` on, or those before it, as a new run."""
         code = self._offsets.typecode
         if keep_head:
-            new = Run(self.segment, self.keys[at - 1], self.size, self.options, code)
+            new = StoredRun(self.segment, self.keys[at - 1], self.size, self.options, code)
             gives, keeps = slice(at, None), slice(0, at)
         else:
-            new = Run(self.segment, self.parent, self.size, self.options, code)
+            new = StoredRun(self.segment, self.parent, self.size, self.options, code)
             gives, keeps = slice(0, at), slice(at, None)
             self.parent = self.keys[at - 1]
         new.several = self.several
@@ -166,8 +166,8 @@ def _appended(numbers: Numbers, number: int) -> Numbers:
     return numbers
 
 
-Divide: TypeAlias = Callable[[Run, int, bool], Run]
-"""Divides a run as Run.divided does, in all ledgers and orders."""
+Divide: TypeAlias = Callable[[StoredRun, int, bool], StoredRun]
+"""Divides a run as StoredRun.divided does, in all ledgers and orders."""
 
 
 class RunOrder:
@@ -188,18 +188,18 @@ class RunOrder:
 
     def __init__(self, eviction: str, holds: Container[Key], divide: Divide) -> None:
         """holds: the keys that must not go."""
-        self._order: Eviction[Run] = EVICTIONS[eviction]()
+        self._order: Eviction[StoredRun] = EVICTIONS[eviction]()
         self._lru = self._order if isinstance(self._order, Lru) else None
         self.longest = 1 if self._lru is None else LONGEST
         """How many blocks a run may have."""
         self._holds = holds
         self._divide = divide
-        self._children: dict[Key, Run | dict[Run, None]] = {}
+        self._children: dict[Key, StoredRun | dict[StoredRun, None]] = {}
         """Key -> the runs here that continue it."""
-        self._doomed: list[Run] = []
+        self._doomed: list[StoredRun] = []
         """A victim of the order, then the runs that go before it, each after its parent."""
 
-    def add(self, run: Run) -> None:
+    def add(self, run: StoredRun) -> None:
         """Add a run. It enters the order when it is used."""
         parent = run.parent
         if parent is None:
@@ -207,29 +207,29 @@ class RunOrder:
         others = self._children.get(parent)
         if others is None:
             self._children[parent] = run
-        elif isinstance(others, Run):
+        elif isinstance(others, StoredRun):
             self._children[parent] = {others: None, run: None}
         else:
             others[run] = None
 
-    def remove(self, run: Run) -> None:
+    def remove(self, run: StoredRun) -> None:
         """Remove a run that has left this place."""
         self._order.discard(run)
         self._orphan(run, run.parent)
 
-    def _orphan(self, run: Run, parent: Key | None) -> None:
+    def _orphan(self, run: StoredRun, parent: Key | None) -> None:
         """`run` does not continue `parent` any more."""
         if parent is None:
             return
         others = self._children[parent]
-        if isinstance(others, Run):
+        if isinstance(others, StoredRun):
             del self._children[parent]
             return
         del others[run]
         if not others:
             del self._children[parent]
 
-    def divided(self, old: Run, new: Run, keep_head: bool) -> None:
+    def divided(self, old: StoredRun, new: StoredRun, keep_head: bool) -> None:
         """A run has given a part away. The part may be evicted if the run may: it is next then.
 
         What divides a run uses, holds or removes one part without the other.
@@ -243,22 +243,22 @@ class RunOrder:
         if self._lru is not None and (old in self._order or old in self._doomed):
             self._lru.use_first(new)
 
-    def may_grow(self, run: Run) -> bool:
+    def may_grow(self, run: StoredRun) -> bool:
         """Whether a block may be added to a run without a wrong place in the order."""
         if len(run) >= self.longest or run in self._doomed:
             return False
         return run not in self._order or (self._lru is not None and self._lru.is_latest(run))
 
-    def use(self, runs: Sequence[Run]) -> None:
+    def use(self, runs: Sequence[StoredRun]) -> None:
         """The runs of one request, first run first, are used now; see Eviction.use."""
         self._order.use(runs)
 
-    def enter(self, run: Run) -> None:
+    def enter(self, run: StoredRun) -> None:
         """Put a run into the order; nothing changes if it is in it, or is about to be evicted."""
         if run not in self._order and run not in self._doomed:
             self._order.use((run,))
 
-    def pop(self) -> Run | None:
+    def pop(self) -> StoredRun | None:
         """Return the run whose last block is to be evicted next; None: all blocks are held.
 
         A caller that does not evict this block must hold it, or put the run back by `use`.
@@ -285,10 +285,10 @@ class RunOrder:
                 return None
             doomed.append(victim)
 
-    def _free_child(self, key: Key) -> Run | None:
+    def _free_child(self, key: Key) -> StoredRun | None:
         """Take a run that continues `key` with free blocks out of the order, up to a held one."""
         children = self._children.get(key, ())
-        for child in (children,) if isinstance(children, Run) else children:
+        for child in (children,) if isinstance(children, StoredRun) else children:
             free = 0
             while free < len(child) and child.keys[free] not in self._holds:
                 free += 1
