@@ -2,7 +2,7 @@
 # To contribute:   make check  make test  make fix
 # Everything lives in .venv; a second run of any target is quick.
 
-.PHONY: up model test check fix docs bench paper paper-quick soak test-chaos test-fuzz test-mooncake test-slow test-peer test-vllm lock audit clean help
+.PHONY: up model test check fix docs bench paper paper-quick compile uncompile wheel soak test-chaos test-fuzz test-mooncake test-slow test-peer test-vllm lock audit clean help
 .DEFAULT_GOAL := help
 SHELL := bash
 
@@ -114,6 +114,17 @@ fix: $(DEV) ## mend what can be mended by itself
 	$(VENV)/bin/ruff check --fix .
 	$(VENV)/bin/ruff format .
 
+# What was compiled runs from then on, as long as core's files do not change.
+compile: $(DEV) ## compile core to native code, beside its source (needs a C compiler; a minute or two)
+	$(PY) hatch_build.py
+
+uncompile: $(DEV) ## remove what make compile made
+	$(PY) hatch_build.py --remove
+
+# With a C compiler its core is compiled; MOONSERVE_COMPILE=1 demands that, MOONSERVE_COMPILE=0 forbids it.
+wheel: $(DEV) ## build a wheel into dist
+	$(PIP) wheel --no-build-isolation --no-deps --wheel-dir dist .
+
 docs: $(RUN) ## write docs/reference/cli.md from the program's help
 	@mkdir -p docs/reference
 	$(PY) -m moonserve.cli.docs > docs/reference/cli.md
@@ -150,4 +161,6 @@ paper-quick: $(PAPER) ## the same on a few hundred requests, into build/paper
 	$(PY) -m bench.paper.make --quick --out build/paper $(ARGS)
 
 clean: ## remove what make made here (the model stays in the user's cache)
-	rm -rf $(VENV) $(VLLM_VENV) $(TOOLS_VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -f src/moonserve/_core__mypyc*
+	find src/moonserve/core -name '*.so' -delete -o -name '*.pyd' -delete
+	rm -rf dist $(VENV) $(VLLM_VENV) $(TOOLS_VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,6 +1,7 @@
 """A whole decision, from a prompt's keys to the Prefill action, beside dynamo's SelectionService.
 
     python bench/decide.py [--dynamo PYTHON] [--quick]
+    python bench/decide.py --forms [--quick]
 
 Ours is Conductor.step with kvcache_centric: match, every candidate's terms, policy, decode choice,
 reservation and decision record. Theirs is `select`, which reserves nothing. PYTHON is an
@@ -12,6 +13,8 @@ Three rows for each size:
   tokens  the same with token ids given: both hash them first
   life    keys given, to the end: ours PrefillEnded and DecodeEnded, theirs select_and_reserve,
           prefill_complete and free_reservation
+
+--forms compares the two forms of core, compiled and Python, instead of ours and dynamo's.
 
 Each side is one process, pinned to one core (unpinned, theirs waits for a thread to wake), and they
 take turns round by round. Wall and CPU time (all threads) are medians of single calls; ratios are
@@ -33,6 +36,8 @@ from statistics import median
 from typing import Any
 
 from index import LENGTHS, Child, Work, asked
+from moonserve import CORE
+from moonserve.native import VARIABLE
 
 BLOCK = 16
 IN_FLIGHT = 2
@@ -275,7 +280,13 @@ def name(worker: int) -> Any:
     return f"i{worker:04}"
 
 
-SIDES: dict[str, Any] = {"moonserve": Moonserve, "dynamo": Dynamo}
+FORMS = ("compiled", "python")
+"""Our sides with --forms, as MOONSERVE_CORE names them; "moonserve" is the form that runs here."""
+SIDES: dict[str, Any] = {
+    "moonserve": Moonserve,
+    "dynamo": Dynamo,
+    **dict.fromkeys(FORMS, Moonserve),
+}
 
 
 async def timed(
@@ -321,20 +332,24 @@ async def serve(kind: str, args: Sequence[str]) -> None:
 
 def bench(pythons: dict[str, str], args: tuple[int, int, int, str], rounds: int) -> None:
     """Print the lines of one size: both sides' figures, and how many times faster ours are."""
-    sides = {side: Child(python, __file__, side, args) for side, python in pythons.items()}
+    sides = {
+        side: Child(python, __file__, side, args, {VARIABLE: side} if side in FORMS else {})
+        for side, python in pythons.items()
+    }
     times: dict[str, dict[str, list[tuple[float, float]]]] = {side: {} for side in sides}
     for _ in range(rounds):
         for side, child in sides.items():
             for what, pair in child.round().items():
                 times[side].setdefault(what, []).append(pair)
     print(f"{args[0]} instances, {SETUPS[args[3]]}, {args[1]} entries")
-    for what in times["moonserve"]:
+    ours, *beside = times
+    for what in times[ours]:
         cells = []
         for side, of in times.items():
             wall_us, cpu_us = (median(column) for column in zip(*of[what], strict=True))
             cells.append(f"{side} wall {wall_us:7.1f} us, CPU {cpu_us:7.1f} us")
-        if len(sides) == 2:
-            pairs = list(zip(times["dynamo"][what], times["moonserve"][what], strict=True))
+        for other in beside:
+            pairs = list(zip(times[other][what], times[ours][what], strict=True))
             wall, cpu = (median(them[i] / us[i] for them, us in pairs) for i in (0, 1))
             cells.append(f"{wall:5.2f}x faster, CPU {cpu:5.2f}x")
         print(f"  blocks: {what:12}  {'  '.join(cells)}", flush=True)
@@ -348,7 +363,14 @@ def bench(pythons: dict[str, str], args: tuple[int, int, int, str], rounds: int)
 
 def main() -> None:
     """Run all sizes."""
+    forms = "--forms" in sys.argv
+    if forms:
+        sys.argv.remove("--forms")
     pythons, quick = asked(str(__doc__), "ai-dynamo-runtime, pyzmq and msgpack")
+    if forms:
+        pythons = dict.fromkeys(FORMS, sys.executable)
+    else:
+        print(f"ours: {CORE.name}")
     entries, queries, rounds = (20_000, 10, 1) if quick else (1_000_000, 100, 5)
     for instances in (8, 64) if quick else (8, 64, 1_024, 4_096):
         for setup in SETUPS:

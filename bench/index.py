@@ -20,7 +20,7 @@ import subprocess
 import sys
 import time
 from bisect import bisect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from hashlib import sha256
 from itertools import accumulate
 from pathlib import Path
@@ -293,14 +293,21 @@ SIDES = {"moonserve": Adapter, "dynamo": Dynamo}
 class Child:
     """One side in a process of its own."""
 
-    def __init__(self, python: str, script: str, side: str, args: Sequence[object]) -> None:
+    def __init__(
+        self,
+        python: str,
+        script: str,
+        side: str,
+        args: Sequence[object],
+        env: Mapping[str, str] | None = None,
+    ) -> None:
         command = [python, script, "--serve", side, *map(str, args)]
         self.process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env=os.environ | {"DYN_LOG": "off"},
+            env={**os.environ, "DYN_LOG": "off", **(env or {})},
         )
         self.read()
 

@@ -74,6 +74,12 @@ def main() -> None:
     unknown = [name for name in asked.names if name not in SETUPS]
     if unknown:
         parser.error(f"{unknown[0]} is none of {', '.join(SETUPS)}")
+    form = subprocess.check_output(
+        [sys.executable, "-c", "import moonserve; print(moonserve.CORE.name)"],
+        env={**os.environ, "PYTHONPATH": str(asked.tree / "src")},
+        text=True,
+    )
+    print(form, end="")
     print(f"{'setup':<16} {'read':>6} {'run':>7} {'measure':>8}  digest", flush=True)
     total_s = 0.0
     for name in asked.names or SETUPS:

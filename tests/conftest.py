@@ -7,6 +7,7 @@ import tempfile
 
 import pytest
 
+from moonserve import CORE
 from moonserve.core.errors import ConfigError
 from moonserve.live.model.catalog import DEFAULT_MODEL, resolve
 from moonserve.live.transfer.mooncake_master import require
@@ -16,6 +17,17 @@ _STATE = tempfile.TemporaryDirectory(prefix="moonserve-tests-")
 os.environ["XDG_STATE_HOME"] = _STATE.name
 os.environ.pop("MOONSERVE_TOKEN", None)
 _NO_MODEL = f"{DEFAULT_MODEL} is not in the model cache; fetch it with: make model"
+
+
+def pytest_configure() -> None:
+    """End at once if MOONSERVE_CORE asks for a form of core that is not here."""
+    if CORE.problem is not None:
+        raise pytest.UsageError(CORE.problem)
+
+
+def pytest_report_header() -> str:
+    """Which form of core is tested."""
+    return f"moonserve: {CORE.name}"
 
 
 def _absent() -> dict[str, str]:

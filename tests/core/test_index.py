@@ -2,6 +2,7 @@
 
 from moonserve.core.kv.index import Match, PrefixIndex
 from moonserve.core.units import SegmentId
+from tests.support.native import attributes
 
 A, B = SegmentId("a"), SegmentId("b")
 LONG = list(range(1_000))
@@ -118,7 +119,7 @@ def test_parents_that_contradict_leak_nothing() -> None:
     index.stored(B, [7, 7], 7)
     index.removed(A, [2, 1, 3])
     index.removed(B, [1, 7, 3, 2, 7])
-    left = {name: it for name, it in vars(index).items() if it}
+    left = {name: it for name, it in attributes(index).items() if it}
     assert set(left) <= {"max_entries", "_free", "_names", "_gone"}
 
 

@@ -10,6 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from moonserve.core.kv.facts import Tier
 from moonserve.core.kv.index import PrefixIndex
 from moonserve.core.units import SegmentId
+from tests.support.native import attributes
 
 TIERS: list[Tier] = ["device", "dram", "disk"]
 KEYS = range(28)
@@ -146,7 +147,7 @@ class IndexAgainstModel(RuleBasedStateMachine):
                 for _ in range(count):
                     self.index.removed(name, [key], tier, self.epochs[name])
         counts = ("max", "late", "evicted", "refused")
-        left = {k: v for k, v in vars(self.index).items() if v and not k.startswith(counts)}
+        left = {k: v for k, v in attributes(self.index).items() if v and not k.startswith(counts)}
         assert set(left) <= {"_names", "_free", "_gone"}, left
         assert sorted(self.index._free) == list(range(len(self.index._names)))
 

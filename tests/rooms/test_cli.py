@@ -404,6 +404,7 @@ def test_doctor_prints_json() -> None:
     result = run("doctor", "--json")
     findings = {finding["name"]: finding for finding in json.loads(result.stdout)}
     assert findings["python"]["verdict"] == "ok"
+    assert findings["core"]["detail"].startswith(("compiled: ", "Python: "))
     assert set(findings) >= {"torch", "cpu", "cores", "shared memory", "model", "port"}
 
 

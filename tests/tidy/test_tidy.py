@@ -48,6 +48,7 @@ FORBIDDEN = [
 FLOORS = {
     "core": (
         "units",
+        "frozen",
         "liveness",
         "errors",
         "shares",

@@ -13,9 +13,10 @@ from importlib import import_module
 
 import click
 
-from moonserve import __version__
+from moonserve import CORE, __version__
 from moonserve.core.errors import ConfigError, MoonserveError
 from moonserve.logs import LINES
+from moonserve.native import VARIABLE
 
 _COMMANDS: dict[str, tuple[str, str]] = {
     "up": ("moonserve.cli.up:up", "Start a whole cluster on this machine."),
@@ -80,6 +81,8 @@ class _Cli(click.Group):
 
     def invoke(self, ctx: click.Context) -> object:
         try:
+            if CORE.problem is not None:
+                raise ConfigError(CORE.problem, VARIABLE)
             return super().invoke(ctx)
         except MoonserveError as err:
             LINES.flush()  # the error may name the lines above it
@@ -92,7 +95,7 @@ class _Cli(click.Group):
 @click.group(
     cls=_Cli, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 88}
 )
-@click.version_option(__version__, message="moonserve %(version)s")
+@click.version_option(__version__, message=f"moonserve %(version)s ({CORE.name})")
 def cli() -> None:
     """A disaggregated LLM cluster that fits on a laptop, after Mooncake.
 

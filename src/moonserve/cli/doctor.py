@@ -13,9 +13,11 @@ from typing import Literal
 import click
 import msgspec
 
+from moonserve import CORE
 from moonserve.cli.output import json_option, print_json
 from moonserve.config import Settings
 from moonserve.core.errors import MoonserveError
+from moonserve.native import REMEDY
 
 _NEED_MIB = 4_600
 
@@ -36,7 +38,18 @@ def doctor(as_json: bool) -> None:
 
     Ends with code 1 if something must be repaired first.
     """
-    checks = (_python, _torch, _cpu, _cores, _memory, _shared_memory, _mooncake, _models, _port)
+    checks = (
+        _python,
+        _core,
+        _torch,
+        _cpu,
+        _cores,
+        _memory,
+        _shared_memory,
+        _mooncake,
+        _models,
+        _port,
+    )
     findings = [finding for check in checks for finding in check()]
     if as_json:
         print_json(findings)
@@ -54,6 +67,14 @@ def _python() -> Iterator[Finding]:
     version = ".".join(map(str, sys.version_info[:3]))
     fit = sys.version_info >= (3, 11)
     yield Finding("python", "ok" if fit else "bad", version, "" if fit else "install 3.11 or newer")
+
+
+def _core() -> Iterator[Finding]:
+    """Which form of core runs; the Python one does the same, and takes longer."""
+    if CORE.stale:
+        yield Finding("core", "warn", f"Python: {CORE.why}", REMEDY)
+    else:
+        yield Finding("core", "ok", f"{'compiled' if CORE.compiled else 'Python'}: {CORE.why}")
 
 
 def _torch() -> Iterator[Finding]:

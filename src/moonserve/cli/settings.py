@@ -42,7 +42,7 @@ _KEYS = ENV_PREFIX + "KEY_"
 """Variables with the API keys of external engines begin so."""
 _OTHERS = (
     "CONFIG", "LOGGING__LEVEL", "LOGGING__MODULES", "TOKEN", "API_KEY", "CACHE", "LIFELINE",
-    "TRACES", "SEED", "PEERS", "ROUTERS", "DYNAMO", "VLLM_PYTHON",
+    "TRACES", "SEED", "PEERS", "ROUTERS", "DYNAMO", "VLLM_PYTHON", "CORE", "COMPILE",
 )  # fmt: skip
 """Variables that are no settings: secrets, folders, and what tests and benchmarks read."""
 _OF_KUBERNETES = re.compile("_SERVICE_(HOST|PORT)|_PORT_[0-9]+_")

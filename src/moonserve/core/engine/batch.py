@@ -12,10 +12,9 @@ from collections import deque
 from collections.abc import Sequence
 from itertools import chain, islice
 
-import msgspec
-
 from moonserve.core.engine.blocks import BlockPool
 from moonserve.core.errors import BadRequest
+from moonserve.core.frozen import Frozen
 from moonserve.core.request import Finish, Sampling, Stopping, finish_of
 from moonserve.core.units import Micros, RequestId, Tokens
 
@@ -32,7 +31,7 @@ class Counted:
         return self._count
 
 
-class Chunk(msgspec.Struct, frozen=True):
+class Chunk(Frozen, frozen=True):
     """Some tokens of one request to run in one pass.
 
     tokens[i] is at sequence position start + i. Its KV goes to slot (start + i) % block_size of
@@ -48,20 +47,20 @@ class Chunk(msgspec.Struct, frozen=True):
     sampling: Sampling | None = None
 
 
-class Pass(msgspec.Struct, frozen=True):
+class Pass(Frozen, frozen=True):
     """One engine pass: chunks of different requests, no request twice."""
 
     chunks: tuple[Chunk, ...]
 
 
-class PassResult(msgspec.Struct, frozen=True):
+class PassResult(Frozen, frozen=True):
     """The result of a pass: the sampled token of each chunk with `sampling`, and the time taken."""
 
     sampled: dict[RequestId, int]
     elapsed_us: Micros
 
 
-class Progress(msgspec.Struct, frozen=True):
+class Progress(Frozen, frozen=True):
     """One request after one pass: tokens [computed_before, computed_after) have KV now."""
 
     request: RequestId
@@ -105,7 +104,7 @@ class _Seq:
         self.cancelled = False
 
 
-class DecodeStep(msgspec.Struct, frozen=True):
+class DecodeStep(Frozen, frozen=True):
     """A pass without chunks, for simulation: every running request decodes one token."""
 
     seqs: int

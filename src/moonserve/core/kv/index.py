@@ -607,7 +607,7 @@ def parting(
     return low
 
 
-class _PromisedRun(msgspec.Struct, eq=False):
+class _PromisedRun(msgspec.Struct):
     """Blocks that the same promised chains share, up to number `stop` of each chain."""
 
     keys: Sequence[BlockKey]

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 from moonserve.core.engine.batch import Pass
 from moonserve.core.schedule.facts import PassSample, TransferSample
@@ -32,7 +32,7 @@ class LinearFit:
     that they hardly show. A prior coefficient of zero means that the term is absent.
     """
 
-    NOISE = 0.1
+    NOISE: Final = 0.1
     """Relative error of one sample, as a standard deviation."""
 
     def __init__(

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from moonserve.core.frozen import Frozen
 from moonserve.core.request import Slo
 from moonserve.core.schedule import connectors, search
 from moonserve.core.schedule.actions import Candidate, Decision
@@ -52,7 +53,7 @@ PRESSED_SHARE = 0.9
 """Late binding: a pressed request may fill decode up to this share of the TBT objective."""
 
 
-class Verdict(msgspec.Struct, frozen=True):
+class Verdict(Frozen, frozen=True):
     """A decision, and which objectives it is predicted to miss."""
 
     decision: Decision

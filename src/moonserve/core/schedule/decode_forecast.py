@@ -175,7 +175,7 @@ class DecodeForecast:
         residency = self.predictor.residency(request, context, now_us)
         expected = max(1.0, residency.expected)
         ends = [max(1, one.decodes) / (expected * max(1, one.tbt_us(context))) for one in decodes]
-        return 1 / sum(ends) if any(ends) else 0.0
+        return 1 / sum(ends, 0.0) if any(ends) else 0.0
 
     def room_us(
         self, view: InstanceView, context: Tokens, least_us: Micros, now_us: Micros

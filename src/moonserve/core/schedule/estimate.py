@@ -17,8 +17,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from operator import attrgetter
 from typing import Literal, Protocol, TypeAlias, overload
 
-import msgspec
-
+from moonserve.core.frozen import Frozen
 from moonserve.core.kv.index import Match
 from moonserve.core.request import EffectiveSlo
 from moonserve.core.schedule.actions import Candidate
@@ -54,7 +53,7 @@ def evicted(view: InstanceView, blocks: int, held: Held) -> int:
     return max(0, held(view.segment) + coming + blocks - view.store_blocks)
 
 
-class Ask(msgspec.Struct, frozen=True):
+class Ask(Frozen, frozen=True):
     """One request as a decision sees it."""
 
     length: Tokens

@@ -25,6 +25,7 @@ from typing import TypeAlias
 
 import msgspec
 
+from moonserve.core.frozen import Frozen
 from moonserve.core.request import Request
 from moonserve.core.schedule.actions import Decision, Stage
 from moonserve.core.schedule.adoption import Adopted
@@ -51,25 +52,25 @@ class Phase(enum.Enum):
     ENDED = "ended"
 
 
-class Place(msgspec.Struct, frozen=True):
+class Place(Frozen, frozen=True):
     """Choose instances (again) and prefill from what is known."""
 
 
-class Pause(msgspec.Struct, frozen=True):
+class Pause(Frozen, frozen=True):
     """As Place, but not at once: its calls have failed too often."""
 
 
-class StartDecode(msgspec.Struct, frozen=True):
+class StartDecode(Frozen, frozen=True):
     """KV is in the store: let the decode instance go on."""
 
 
-class End(msgspec.Struct, frozen=True):
+class End(Frozen, frozen=True):
     """The life is over; `failure` is the error that the client gets, if any."""
 
     failure: str | None = None
 
 
-class Wait(msgspec.Struct, frozen=True):
+class Wait(Frozen, frozen=True):
     """Nothing follows from this fact."""
 
 

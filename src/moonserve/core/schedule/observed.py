@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections import deque
 from itertools import islice
-from typing import Literal, TypeAlias
+from typing import Final, Literal, TypeAlias
 
 from moonserve.core.schedule.facts import HitSample, PassSample
 from moonserve.core.units import Micros, Tokens
@@ -333,15 +333,15 @@ class Trust:
     prove right. Only the view changes it.
     """
 
-    WINDOW = 16
+    WINDOW: Final = 16
     """How many recent claims are judged together."""
-    LEAST = 4
+    LEAST: Final = 4
     """Fewer claims are not judged."""
-    LOST = 0.5
+    LOST: Final = 0.5
     """If a smaller part of the claims is confirmed, the index is wrong, not merely late."""
-    PROVEN = 0.8
+    PROVEN: Final = 0.8
     """If this part or more is confirmed, the index is right."""
-    FLOOR = 1 / 16
+    FLOOR: Final = 1 / 16
     """The lowest share. A claim that counted nothing could never prove right."""
 
     def __init__(self) -> None:

@@ -17,6 +17,7 @@ from typing import Literal, NamedTuple, TypeAlias
 
 import msgspec
 
+from moonserve.core.frozen import Frozen
 from moonserve.core.schedule.actions import Stage
 from moonserve.core.schedule.cost import Cost
 from moonserve.core.schedule.view import InstanceView
@@ -30,7 +31,7 @@ MOST_CHUNKS = 64
 _ROUNDS, _NEAR = 2, 1e-3
 
 
-class Group(msgspec.Struct, frozen=True):
+class Group(Frozen, frozen=True):
     """A plan: the part of each instance, and the time to the first token from the plan on."""
 
     stages: tuple[Stage, ...]
@@ -39,7 +40,7 @@ class Group(msgspec.Struct, frozen=True):
     """The time that its instances spend together."""
 
 
-class Work(msgspec.Struct, frozen=True):
+class Work(Frozen, frozen=True):
     """A prompt to be split, of which [0, start) is cached, and how."""
 
     start: Tokens

@@ -16,9 +16,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeAlias
 
-import msgspec
-
 from moonserve.core.errors import ConfigError
+from moonserve.core.frozen import Frozen
 from moonserve.core.schedule.estimate import Fetch, Options
 from moonserve.core.schedule.peer_policies import (
     aibrix_conductor,
@@ -39,7 +38,7 @@ ALPHA, BETA = 0.7, 0.3
 Score: TypeAlias = Callable[[Options, PolicyState], Sequence[float]]
 
 
-class Policy(msgspec.Struct, frozen=True):
+class Policy(Frozen, frozen=True):
     """A rule, and what it may do."""
 
     score: Score

@@ -13,8 +13,7 @@ from collections.abc import Collection, Sequence
 from itertools import count
 from typing import TypeAlias, overload
 
-import msgspec
-
+from moonserve.core.frozen import Frozen
 from moonserve.core.schedule.cost import Cost
 from moonserve.core.schedule.external_load import NO_LOAD, external_load
 from moonserve.core.schedule.facts import SELF_HELP, InstanceInfo, InstanceLoad
@@ -813,7 +812,7 @@ def serves(info: InstanceInfo, model: str, role: str) -> bool:
     return info.model == model and info.role in (role, "both")
 
 
-class Promised(msgspec.Struct, frozen=True):
+class Promised(Frozen, frozen=True):
     """The ledger in numbers: all zero if no request is under way."""
 
     requests: int

@@ -31,8 +31,7 @@ from heapq import heapify, heappop, heappush
 from itertools import accumulate, chain, takewhile
 from operator import attrgetter
 
-import msgspec
-
+from moonserve.core.frozen import Frozen
 from moonserve.core.request import Request, Slo
 from moonserve.core.units import MICROS_PER_SECOND, Micros, RequestId
 
@@ -48,7 +47,7 @@ _MOST_TENANTS = 256
 """The most tenants whose received time is kept."""
 
 
-class Waiter(msgspec.Struct, frozen=True):
+class Waiter(Frozen, frozen=True):
     """One request that waits."""
 
     request: RequestId
