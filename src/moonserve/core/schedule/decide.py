@@ -168,16 +168,15 @@ def _choose_prefill(field: _Field, policy: Policy, state: PolicyState, now_us: M
     scores = policy.score(options, state)
     row = _best(options, scores, policy, estimate.cut(), field.held)
     if policy.times and prefills.bounded:
-        needs = _needs(options, row, policy, field.held)
-        if needs:
-            others = [prefills.views[at] for at in prefills.first(search.LOOKED)]
+        others = _roomy(options, row, policy, prefills, field.held)
+        if others:
             if len(views) < prefills.taking:
                 best = views[row]
                 views = sorted({*views, *others}, key=prefills.rows.__getitem__)
                 options = estimate.options(views, now_us)
                 scores = policy.score(options, state)
                 row = views.index(best)
-            row = _sparing(options, scores, policy, row, others, needs, field.held)
+            row = _sparing(options, scores, policy, row, others, field.held)
     ttft_us = options.transfer_us[row] + options.queue_us[row] + options.compute_us[row]
     return _Prefill(options, scores, row, views[row], ttft_us)
 
@@ -231,23 +230,37 @@ def _needs(options: Options, row: int, policy: Policy, held: Held) -> int:
     return evicted(view, options.ask.length // options.block_size - there[row], held)
 
 
+def _roomy(
+    options: Options, best: int, policy: Policy, prefills: Prefills, held: Held
+) -> list[InstanceView]:
+    """If the store of the `best` row must evict: those whose store may have room for the prompt, of
+    the first LOOKED candidates by InstanceView.order."""
+    if not _needs(options, best, policy, held):
+        return []
+    there = options.local if policy.copies else options.reused
+    new = options.ask.length // options.block_size - there[best]  # others have no more of it
+    views = [prefills.views[row] for row in prefills.first(search.LOOKED)]
+    return [view for view in views if not evicted(view, new, held)]
+
+
 def _sparing(
     options: Options,
     scores: Sequence[float],
     policy: Policy,
     best: int,
     others: Sequence[InstanceView],
-    needs: int,
     held: Held,
 ) -> int:
-    """The row that is taken where the store of the `best` row must evict so many blocks.
+    """The row that is taken where the store of the `best` row must evict.
 
     One of the `others` whose store has room, which starts from no more blocks, may be later than
     the lowest score by SPARED of the time in which the evicted blocks would be computed again.
-    Then rows are compared as ties are. others: the first LOOKED candidates by InstanceView.order.
+    Then rows are compared as ties are. others: see `_roomy`.
     """
     views = options.views
+    local = options.local
     blocks = options.ask.length // options.block_size
+    needs = _needs(options, best, policy, held)
     again_us = needs * options.compute_us[best] / max(1, blocks - options.reused[best])
     limit = min(scores) + SPARED * again_us
     there = options.local if policy.copies else options.reused
@@ -259,17 +272,11 @@ def _sparing(
         and view in others
         and not _needs(options, row, policy, held)
     ]
-    local = options.local
-    return min(
-        [best, *rows],
-        key=lambda row: (
-            options.decodes[row],
-            needs if row == best else 0,
-            -local[row],
-            views[row].used,
-            row,
-        ),
-    )
+    keys = [
+        (options.decodes[row], needs if row == best else 0, -local[row], views[row].used, row)
+        for row in [best, *rows]
+    ]
+    return min(keys)[-1]
 
 
 def _share(

@@ -424,8 +424,8 @@ def source(match: Match, own: SegmentId | None) -> SegmentId | None:
 
 
 _ORDER = attrgetter("order")
-_WINDOW = 64
-"""Decode instances whose load allows for a tie: if there are more, ties are sought by `order`."""
+_PROBED = 8
+"""Decode instances, the first by load, that bound the lowest TBT."""
 _ANY: Tokens = -(1 << 60)
 """Less than any room."""
 _TRIED = 4
@@ -499,64 +499,61 @@ def _lowest(
     instance: the first by `order`; of equal ones `home`.
 
     The first one of all is it, if its TBT is surely low enough. Else those are looked at whose load
-    allows for the lowest.
+    allows for such a TBT, in one loop without calls.
     """
     room = context
-    first = _first(decodes, decodes.order.entries, context, room, None, home)
+    first = _first(decodes, room, home)
     if first is None:
         room = _ANY
-        first = _first(decodes, decodes.order.entries, context, room, None, home)
+        first = _first(decodes, room, home)
     assert first is not None
-    tbt_us = first.tbt_us(context)
+    first_us = first.tbt_us(context)
     loads = decodes.load.entries
-    if tbt_us <= decodes.least_us(loads[0], context) * (1 + decodes.least_error):
-        return tbt_us, first
+    if first_us <= decodes.least_us(loads[0], context) * (1 + decodes.least_error):
+        return first_us, first
+    some = _able(decodes, decodes.load.rows(_PROBED), room)
+    low_us = min([first_us, *decodes.tbts_us(some, context)])
+    most_us = min(first_us, low_us * (1 + decodes.most_error))
+    rows = decodes.load.rows(decodes.until(most_us, context))
+    pairs = zip(rows, decodes.tbts_us(rows, context), strict=True)
+    rows = _able(decodes, [row for row, us in pairs if us <= most_us], room)
+    tbts_us = decodes.tbts_us(rows, context)
+    views = decodes.views
+    low_us = min([first_us, *tbts_us])
     lowest = first
-    rows = decodes.rows
-    for entry in loads:
-        if decodes.least_us(entry, context) > tbt_us:
-            break
-        row = row_of(entry)
-        view = decodes.views[row]
-        if view.room_tokens < room or not decodes.takes[row]:
-            continue
-        us = view.tbt_us(context)
-        before = view is home or (lowest is not home and row < rows[lowest])
-        if us < tbt_us or (us == tbt_us and before):
-            tbt_us = us
-            lowest = view
-    limit_us = tbt_us * (1 + lowest.cost.error)
-    count = decodes.until(limit_us, context)
-    if count <= _WINDOW:
-        near = [row_of(entry) for entry in loads[:count]]
-        entries = sorted([decodes.order.entry(row) for row in near])
-    else:
-        entries = decodes.order.entries
-    best = _first(decodes, entries, context, room, limit_us, home)
-    assert best is not None
-    return best.tbt_us(context), best
+    if low_us in tbts_us:  # of equal ones the first, as which `home` counts
+        at = [row for row, us in zip(rows, tbts_us, strict=True) if us == low_us]
+        lowest = views[min(at)]
+        if home is not None and any(views[row] is home for row in at):
+            lowest = home
+    limit_us = low_us * (1 + lowest.cost.error)
+    if first_us <= limit_us:
+        return first_us, first
+    ties = [row for row, us in zip(rows, tbts_us, strict=True) if us <= limit_us]
+    best = row_of(min([decodes.order.entry(row) for row in ties]))
+    for row in ties:
+        if views[row] is home and home.order == views[best].order:
+            best = row
+    return tbts_us[rows.index(best)], views[best]
 
 
-def _first(
-    decodes: Decodes,
-    entries: Sequence[int],
-    context: Tokens,
-    room: Tokens,
-    limit_us: float | None,
-    home: InstanceView | None,
-) -> InstanceView | None:
-    """The first of these entries of `order` with this much room and a TBT within the limit; of
-    equal ones `home`."""
+def _able(decodes: Decodes, rows: Sequence[int], room: Tokens) -> list[int]:
+    """Those of these rows that take the request and have this much room."""
+    takes = decodes.takes
+    views = decodes.views
+    return [row for row in rows if takes[row] and views[row].room_tokens >= room]
+
+
+def _first(decodes: Decodes, room: Tokens, home: InstanceView | None) -> InstanceView | None:
+    """The first by `order` with this much room; of equal ones `home`."""
     best: InstanceView | None = None
-    for entry in entries:
+    for entry in decodes.order.entries:
         if best is not None and (home is None or number_of(entry) != best.order):
             break
         row = row_of(entry)
         view = decodes.views[row]
-        if view.room_tokens < room or not decodes.takes[row]:
-            continue
-        if limit_us is None or view.tbt_us(context) <= limit_us:
-            best = view if best is None or view is home else best
+        if decodes.takes[row] and view.room_tokens >= room and (best is None or view is home):
+            best = view
     return best
 
 

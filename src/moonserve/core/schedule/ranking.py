@@ -42,6 +42,10 @@ class Ranking:
         """The entry of a row."""
         return self._of[row]
 
+    def rows(self, count: int) -> list[int]:
+        """The first so many rows."""
+        return [entry & _ROW for entry in self.entries[:count]]
+
     def until(self, number: int) -> int:
         """How many rows have this number or a lower one."""
         return bisect_left(self.entries, (number + 1) << _BITS)

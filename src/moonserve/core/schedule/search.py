@@ -113,7 +113,7 @@ class _Search:
         last_us = self.now_us + most_us
         count = prefills.ready.until(last_us)
         if count <= _WINDOW:
-            self.price([row_of(entry) for entry in prefills.ready.entries[:count]])
+            self.price(prefills.ready.rows(count))
             return
         compared = 0
         some: list[int] = []
@@ -132,7 +132,7 @@ class _Search:
         more."""
         views = self.views
         if 8 * count < len(views):
-            rows = [row_of(entry) for entry in self.prefills.ready.entries[:count]]
+            rows = self.prefills.ready.rows(count)
             yield from sorted(rows, key=lambda row: (views[row].order, row))
         else:
             for entry in self.prefills.order.entries:

@@ -498,6 +498,8 @@ class Prefills(Role):
         self.floors: dict[Shape, Floor] = {} if whole is None else whole.floors
         self.most_error: float = 0.0 if whole is None else whole.most_error
         """No instance's Cost.error is higher."""
+        self._priced: list[tuple[float, ...]] = []
+        """The coefficients by which the floors were lowered, by row."""
         self._put_since = 0
         """Changes since the floors were found: a fit that was low once may be so no more."""
         self.bounded: bool
@@ -523,7 +525,7 @@ class Prefills(Role):
         """Those that prefill nothing, or are about to be done; see InstanceView.is_free."""
         self.sync()
         count = self.ready.until(now_us + ahead_us)
-        rows = sorted([row_of(entry) for entry in self.ready.entries[:count]])
+        rows = sorted(self.ready.rows(count))
         views = [self.views[row] for row in rows]
         return [view for view in views if view.is_free(now_us, ahead_us)]
 
@@ -551,6 +553,7 @@ class Prefills(Role):
         self.most_error = 0.0
         for view in self.views:
             self._lower(view)
+        self._priced = [view.cost.pass_us for view in self.views]
 
     def _lower(self, view: InstanceView) -> None:
         kind = view.kind
@@ -564,10 +567,12 @@ class Prefills(Role):
     def _put(self, row: int, view: InstanceView) -> None:
         super()._put(row, view)
         self.ready.put(row, int(view.ready_us))
-        self._lower(view)
-        self._put_since += 1
-        if self._put_since > _OFTEN + len(self.views):
-            self._find_floors()
+        if view.cost.pass_us is not self._priced[row]:
+            self._priced[row] = view.cost.pass_us
+            self._lower(view)
+            self._put_since += 1
+            if self._put_since > _OFTEN + len(self.views):
+                self._find_floors()
 
     def check(self) -> None:
         """See Role."""
@@ -616,6 +621,12 @@ class Decodes(Role):
         """No instance takes less for a token of context."""
         self.least_error: float = 0.0 if whole is None else whole.least_error
         """No instance's Cost.error is lower."""
+        self.most_error: float = 0.0 if whole is None else whole.most_error
+        """No instance's Cost.error is higher."""
+        self._steps_us: list[float] = [] if whole is None else whole._steps_us
+        """InstanceView.step_us of each row."""
+        self._contexts_us: list[float] = [] if whole is None else whole._contexts_us
+        """What each takes for a token of context."""
         self._put_since = 0
         super().__init__(views, kept, whole)
 
@@ -638,7 +649,9 @@ class Decodes(Role):
 
     def _rank(self) -> None:
         super()._rank()
-        self.load = Ranking([int(_FINE * view.step_us()) for view in self.views])
+        self._steps_us = [view.step_us() for view in self.views]
+        self._contexts_us = [view.cost.step_us[2] for view in self.views]
+        self.load = Ranking([int(_FINE * step_us) for step_us in self._steps_us])
         self._find_least()
 
     def _find_least(self) -> None:
@@ -646,13 +659,20 @@ class Decodes(Role):
         costs = [view.cost for view in self.views]
         self.least_context_us = min([cost.step_us[2] for cost in costs], default=0.0)
         self.least_error = min([cost.error for cost in costs], default=0.0)
+        self.most_error = max([cost.error for cost in costs], default=0.0)
 
     def _put(self, row: int, view: InstanceView) -> None:
         super()._put(row, view)
-        self.load.put(row, int(_FINE * view.step_us()))
         cost = view.cost
+        step_us = view.step_us()
+        self.load.put(row, int(_FINE * step_us))
+        self._steps_us[row] = step_us
+        if self._contexts_us[row] == cost.step_us[2]:
+            return
+        self._contexts_us[row] = cost.step_us[2]
         self.least_context_us = min(self.least_context_us, cost.step_us[2])
         self.least_error = min(self.least_error, cost.error)
+        self.most_error = max(self.most_error, cost.error)
         self._put_since += 1
         if self._put_since > _OFTEN + len(self.views):
             self._find_least()
@@ -660,6 +680,12 @@ class Decodes(Role):
     def least_us(self, entry: int, context: Tokens) -> Micros:
         """What `tbt_us` is at least for an entry of `load` and those behind it."""
         return round(number_of(entry) / _FINE + self.least_context_us * context)
+
+    def tbts_us(self, rows: Sequence[int], context: Tokens) -> list[Micros]:
+        """InstanceView.tbt_us of these rows."""
+        steps_us = self._steps_us
+        contexts_us = self._contexts_us
+        return [round(steps_us[row] + contexts_us[row] * context) for row in rows]
 
     def until(self, limit_us: float, context: Tokens) -> int:
         """How many entries of `load` may have a `tbt_us` within this limit."""
@@ -673,7 +699,9 @@ class Decodes(Role):
         assert self.load.entries == Ranking(loads).entries
         for view in self.views:
             assert self.least_context_us <= view.cost.step_us[2]
-            assert self.least_error <= view.cost.error
+            assert self.least_error <= view.cost.error <= self.most_error
+        rows = range(len(self.views))
+        assert self.tbts_us(rows, 7) == [view.tbt_us(7) for view in self.views]
 
 
 class ClusterView:
