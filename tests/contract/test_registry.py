@@ -13,7 +13,13 @@ import pytest
 from moonserve.core.errors import ConfigError, RegistryError
 from moonserve.live.ports import Registry
 from moonserve.live.registry import etcd as registry_etcd
-from moonserve.live.registry.etcd import EtcdRegistry, RegistryAddress, parse
+from moonserve.live.registry.etcd import (
+    EtcdRegistry,
+    LeaderEntry,
+    RegistryAddress,
+    leader_of,
+    parse,
+)
 from moonserve.live.tls.authority import init
 from tests.support.certificates import tls_of
 from tests.support.etcd import Etcd
@@ -210,47 +216,85 @@ def test_a_watch_tells_what_is_there_and_then_what_changed(members: Callable[[],
     run(test, members)
 
 
-def test_one_at_a_time_has_a_duty(members: Callable[[], Join]) -> None:
+class Said:
+    """The terms of one candidate, as it heard them."""
+
+    def __init__(self) -> None:
+        self.terms: list[int] = []
+
+    async def until(self, true: Callable[[list[int]], bool], within_s: float = 10.0) -> None:
+        """Wait until it holds of the terms."""
+        async with asyncio.timeout(within_s):
+            while not true(self.terms):
+                await asyncio.sleep(0.02)
+
+
+def test_each_holder_of_a_duty_has_a_higher_term(members: Callable[[], Join]) -> None:
     """elect: the first has it; when it stands down the next one does; another duty is another's."""
 
     async def test(join: Join) -> None:
         one, other = await join(), await join()
-        said: list[tuple[str, bool]] = []
-        first = await one.elect("d", "one", lambda leads: said.append(("one", leads)))
-        await other.elect("d", "other", lambda leads: said.append(("other", leads)))
-        await other.elect("e", "other", lambda leads: said.append(("e", leads)))
-        assert said == [("one", True), ("e", True)]
+        first_said, other_said, else_said = Said(), Said(), Said()
+        first = await one.elect("d", "one", first_said.terms.append)
+        await other.elect("d", "other", other_said.terms.append)
+        await other.elect("e", "other", else_said.terms.append)
+        [term] = first_said.terms
+        assert term > 0
+        assert (len(else_said.terms), other_said.terms) == (1, [])
+        assert leader_of((await other.read("leaders/d"))["leaders/d"]) == LeaderEntry("one", term)
         await first.close()
-        async with asyncio.timeout(10):
-            while ("other", True) not in said:
-                await asyncio.sleep(0.05)
-        assert said == [("one", True), ("e", True), ("one", False), ("other", True)]
+        await other_said.until(bool)
+        assert first_said.terms == [term, 0]
+        assert other_said.terms[0] > term
         await other.close()
-        assert said[-2:] == [("other", False), ("e", False)]
+        assert (other_said.terms[1:], else_said.terms[1:]) == ([0], [0])
+
+    run(test, members)
+
+
+def test_a_lost_holder_is_deposed(members: Callable[[], Join]) -> None:
+    """depose: the next term begins at once; it names the holder, so that no later one is hit."""
+
+    async def test(join: Join) -> None:
+        one, other = await join(), await join()
+        first_said, other_said = Said(), Said()
+        first = await one.elect("d", "one", first_said.terms.append)
+        second = await other.elect("d", "other", other_said.terms.append)
+        [term] = first_said.terms
+        await second.depose(term - 1)
+        assert other_said.terms == []
+        await second.depose(term)
+        assert other_said.terms[0] > term
+        await first_said.until(lambda terms: terms == [term, 0])
+        await first.depose(term)
+        assert first_said.terms == [term, 0]
+        assert len(other_said.terms) == 1
 
     run(test, members)
 
 
 def test_a_process_that_dies_goes_within_its_time_to_live(etcd: Etcd) -> None:
-    """Nothing renews its lease: its entries and its duty go to nobody and to the next one."""
+    """Nothing renews its lease: its entries and its duty go to nobody and to the next one, which
+    waits for its patience first."""
 
     async def test() -> None:
         address = parse(f"{etcd.url}/dies")
         dying, other = await EtcdRegistry.open(address, TTL_S), await EtcdRegistry.open(address)
-        said: list[bool] = []
+        said, took = Said(), Said()
         try:
             watch = other.watch("x")
             await dying.register("x", b"1")
-            await dying.elect("d", "dying", said.append)
+            await dying.elect("d", "dying", said.terms.append)
             await sees(watch, {"x": b"1"})
-            took = asyncio.Event()
-            await other.elect("d", "other", lambda leads: took.set())
+            await other.elect("d", "other", took.terms.append, patience_s=0.5)
             assert dying._keeping is not None
             dying._keeping.cancel()
-            async with asyncio.timeout(TTL_S + 5):
+            async with asyncio.timeout(TTL_S + 6):
                 await sees(watch, {})
-                await took.wait()
-            assert said == [True, False], "it gave the duty up by itself"
+                await took.until(bool, TTL_S + 5)
+            assert took.terms[0] > said.terms[0]
+            await dying.stand()
+            assert said.terms[1:] == [0], "it has read of the higher term"
         finally:
             await dying.close()
             await other.close()
@@ -259,21 +303,27 @@ def test_a_process_that_dies_goes_within_its_time_to_live(etcd: Etcd) -> None:
 
 
 def test_while_etcd_is_away_nothing_is_told_and_then_all_is_registered_again(etcd: Etcd) -> None:
-    """Lost with all it knew: watchers keep their view, a duty ends in time, all comes back."""
+    """Lost with all it knew: watchers keep their view, the holder of a duty keeps its term, and all
+    comes back."""
 
     async def test() -> None:
         async with members_of(etcd, "away", 2) as (one, other):
-            said: list[bool] = []
+            said: list[int] = []
             await one.register("x", b"1")
             await one.elect("d", "one", said.append)
+            await other.elect("d", "other", said.append, patience_s=5.0)
             async with followed(other, "") as views:
                 await asyncio.to_thread(etcd.lose_all)
                 with pytest.raises(RegistryError, match="etcd 127"):
                     await one.register("y", b"2")
-                await views.until(lambda: said == [True, False])
                 await asyncio.to_thread(etcd.start)
-                await views.until(lambda: said == [True, False, True])
+                await views.until(lambda: "leaders/d" in views.now)
+                async with asyncio.timeout(10):
+                    while "leaders/d" not in (found := await other.read("leaders/d")):
+                        await asyncio.sleep(0.05)
+                assert leader_of(found["leaders/d"]) == LeaderEntry("one", said[0])
                 assert (await other.read("x")) == {"x": b"1"}
+                assert len(said) == 1
             assert all("x" in view for view in views.told), views.told
 
     asyncio.run(test())
@@ -340,12 +390,12 @@ def test_another_history_is_known_whatever_its_revision(etcd: Etcd) -> None:
 
 
 def test_an_etcd_that_hangs_costs_deadlines_and_no_view(etcd: Etcd) -> None:
-    """Every call ends in time with RegistryError, a duty is given up; what expired meanwhile is
+    """Every call ends in time with RegistryError, and a duty is kept; what expired meanwhile is
     registered again before anybody is told that it was gone."""
 
     async def test() -> None:
         async with members_of(etcd, "hangs", 2) as (one, other):
-            said: list[bool] = []
+            said: list[int] = []
             await one.register("x", b"1")
             await one.elect("d", "one", said.append)
             async with followed(other, "x") as views:
@@ -355,10 +405,10 @@ def test_an_etcd_that_hangs_costs_deadlines_and_no_view(etcd: Etcd) -> None:
                         async with asyncio.timeout(8):
                             await one.put("y", b"1")
                     await asyncio.sleep(TTL_S)
-                    assert said == [True, False]
                 finally:
                     etcd.thaw()
-                await views.until(lambda: said == [True, False, True])
+                await views.until(lambda: one.alarms() == [])
+                assert len(said) == 1
             assert views.told == [{"x": b"1"}]
 
     asyncio.run(test())

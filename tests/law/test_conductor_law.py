@@ -13,7 +13,7 @@ from moonserve.core.kv.facts import BlocksStored
 from moonserve.core.kv.keys import chain_keys
 from moonserve.core.request import Request, Slo
 from moonserve.core.schedule.actions import Abort, Action, Decode, GiveUp, Prefill, Refuse, Release
-from moonserve.core.schedule.adoption import FactOfRequest, StepFact, Tracked
+from moonserve.core.schedule.adoption import Deposed, FactOfRequest, StepFact, Tracked
 from moonserve.core.schedule.conductor import PAUSE_US, Conductor
 from moonserve.core.schedule.cost import LAPTOP_PASS, Cost
 from moonserve.core.schedule.facts import (
@@ -373,6 +373,7 @@ class ConductorMachine(RuleBasedStateMachine):
             self.lose_answer(self.calls[request])
         knows = data.draw(st.sets(st.sampled_from(NAMES)))
         known = [view.info for view in self.conductor.view.instances.values()]
+        self.depose()
         cost = LAPTOP_PASS if self.tuning.cpp == 1 else CHEAP_PASS
         self.conductor = Conductor(self.tuning, Random(1), lambda info: Cost(cost, (200, 0.0005)))
         facts: list[StepFact] = [Joined(info) for info in known if info.id in knows]
@@ -384,6 +385,13 @@ class ConductorMachine(RuleBasedStateMachine):
             else:
                 facts.append(Arrived(tracked.request, tracked.keys))
         self.take(*facts, Tick())
+
+    def depose(self) -> None:
+        """The Conductor before may live on: it forgets all requests, and releases nothing."""
+        actions = self.conductor.step(self.now_us, [Deposed()])
+        assert not any(isinstance(action, Release) for action in actions)
+        assert self.conductor.promised() == Promised(0, 0, 0, 0)
+        self.conductor.view.check()
 
     def lose_answer(self, call: Prefill | Decode) -> None:
         """A call ends, and the Conductor takes that in, but its actions are lost with it."""

@@ -200,7 +200,7 @@ def test_a_cluster_has_one_conductor(monkeypatch: pytest.MonkeyPatch) -> None:
             with pytest.raises(ConfigError, match=why):
                 await site.conductor("g2", token=token, model=model)
         assert list(await site.registry.read(CONDUCTORS)) == ["conductors/g1"]
-        assert one.place.leads
+        assert one.place.leadership.term
         assert one.server is not None
         await one.server.stop(0)  # it died: its entry is there for some time
         starting = asyncio.create_task(site.conductor("g3"))

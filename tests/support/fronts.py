@@ -13,7 +13,7 @@ from moonserve.live.http.server import App, serve, serve_socket
 from moonserve.live.tls.contexts import Tls
 
 TOKEN = "the-secret-of-this-test"
-WELCOME = wire.Welcome("m", 0)
+WELCOME = wire.Welcome("m", 0, 1)
 ASK = (
     f"GET {wire.PATH} HTTP/1.1\r\nhost: localhost\r\nauthorization: Bearer {TOKEN}\r\n"
     f"connection: upgrade\r\nupgrade: {wire.PROTOCOL}\r\n\r\n"

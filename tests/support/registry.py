@@ -7,6 +7,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping
+from itertools import count
+
+import msgspec
+
+from moonserve.live.registry.etcd import LeaderEntry
 
 
 class MemoryRegistry:
@@ -59,7 +64,9 @@ class MemoryRegistry:
             else:
                 await changed.wait()
 
-    async def elect(self, duty: str, who: str, changed: Callable[[bool], None]) -> _Candidate:
+    async def elect(
+        self, duty: str, who: str, changed: Callable[[int], None], patience_s: float = 0.0
+    ) -> _Candidate:
         """See ports.Registry."""
         candidate = _Candidate(self._shared, duty, who, changed)
         self._own.append(candidate)
@@ -83,6 +90,7 @@ class Shared:
         self.owners: dict[str, _Entry] = {}
         self.candidates: dict[str, list[_Candidate]] = {}
         """By duty; the first has it."""
+        self.terms = count(1)
         self.changed = asyncio.Event()
 
     def change(self) -> None:
@@ -103,23 +111,38 @@ class _Entry:
 
 
 class _Candidate:
-    def __init__(
-        self, shared: Shared, duty: str, who: str, changed: Callable[[bool], None]
-    ) -> None:
+    def __init__(self, shared: Shared, duty: str, who: str, changed: Callable[[int], None]) -> None:
         self._shared = shared
         self._key = f"leaders/{duty}"
         self._who = who
         self._waiting = shared.candidates.setdefault(duty, [])
         self._changed = changed
+        self.term = 0
 
     def lead(self, leads: bool) -> None:
         """Take the duty, or give it up; its name stands among the entries meanwhile."""
+        self.term = next(self._shared.terms) if leads else 0
         if leads:
-            self._shared.entries[self._key] = self._who.encode()
+            value = msgspec.json.encode(LeaderEntry(self._who, self.term))
+            self._shared.entries[self._key] = value
         else:
             self._shared.entries.pop(self._key, None)
         self._shared.change()
-        self._changed(leads)
+        self._changed(self.term)
+
+    async def depose(self, term: int) -> None:
+        """Take the duty from its holder of this term."""
+        first = self._waiting[0]
+        if first is not self and first.term == term:
+            self._waiting.remove(self)
+            self._waiting.insert(0, self)
+            first.lead(False)
+            self.lead(True)
+
+    def give_way(self, term: int) -> None:
+        """Give up a lower term."""
+        if 0 < self.term < term:
+            self.lead(False)
 
     async def close(self) -> None:
         if self in self._waiting:

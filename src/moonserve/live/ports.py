@@ -153,14 +153,31 @@ class Registration(Protocol):
         """
 
 
+class Candidacy(Registration, Protocol):
+    """A process that stands for a duty."""
+
+    async def depose(self, term: int) -> None:
+        """Take the duty from its holder of this term, or take it at once if it is free.
+
+        To be called if that holder is lost. It is safe if it is not: see Registry. Raises
+        RegistryError.
+        """
+
+    def give_way(self, term: int) -> None:
+        """Another process has the duty, in this higher term: give up a lower one."""
+
+
 class Registry(Protocol):
-    """Small values by key, which processes publish about themselves, and duties that one process
-    at a time may have.
+    """Small values by key, which processes publish about themselves, and duties, each of one
+    process in one term.
 
     The entries of a process are renewed in the background, and end at most `ttl_s` after the
-    process died. While the registry is away, every process keeps what it knew, but no process keeps
-    a duty beyond its time. When the registry is back, all entries are registered again. Keys are
-    like a/b.
+    process died. While the registry is away, every process keeps what it knew, and its duties. When
+    the registry is back, all entries are registered again. Keys are like a/b.
+
+    Each holder of a duty has a higher term than the holders before. A holder may learn late that
+    another one has the duty. So whoever takes orders from holders must remember the highest term
+    that it has seen, and refuse orders of a lower one. Then two holders never both decide.
     """
 
     @property
@@ -198,12 +215,14 @@ class Registry(Protocol):
     def alarms(self) -> list[str]:
         """What is wrong with the registry now, in words: it is away, or it has lost its data."""
 
-    async def elect(self, duty: str, who: str, changed: Callable[[bool], None]) -> Registration:
-        """Stand for a duty as `who`. `changed(True)`: this process has the duty from now on;
-        `changed(False)`: it has the duty no more.
+    async def elect(
+        self, duty: str, who: str, changed: Callable[[int], None], patience_s: float = 0.0
+    ) -> Candidacy:
+        """Stand for a duty as `who`. `changed(term)`: this process has the duty from now on;
+        `changed(0)`: it has the duty no more.
 
-        `changed(False)` comes before another process may have the duty, also if the registry does
-        not answer: then after `ttl_s`. Raises RegistryError as `register` does.
+        patience_s: how long the duty must be free before this process takes it. Raises
+        RegistryError as `register` does.
         """
 
     async def close(self) -> None:

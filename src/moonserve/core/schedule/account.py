@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 
 from moonserve.core.request import Request, Slo
 from moonserve.core.schedule.actions import Action, Decode, GiveUp, Prefill, Refuse, Release
-from moonserve.core.schedule.adoption import Adopted, StepFact
+from moonserve.core.schedule.adoption import Adopted, Deposed, StepFact
 from moonserve.core.schedule.facts import Arrived, DecodeEnded, PrefillEnded
 from moonserve.core.units import Micros, RequestId, Tokens
 
@@ -61,6 +61,7 @@ class Account:
     def take(self, now_us: Micros, facts: Iterable[StepFact], actions: Iterable[Action]) -> None:
         """Take in one step of the Conductor: its facts and its actions."""
         again: dict[RequestId, _Open] = {}  # their id's last request is released in this step
+        deposed = False
         for fact in facts:
             if isinstance(fact, Arrived):
                 request = fact.request
@@ -80,6 +81,8 @@ class Account:
                 life.first_us = now_us if life.first_us is None else life.first_us
                 if fact.final:
                     self._served(life, now_us, 1)
+            elif isinstance(fact, Deposed):
+                deposed = True
         for action in actions:
             if isinstance(action, Prefill):
                 life = self._open[action.request]
@@ -98,6 +101,8 @@ class Account:
                 del self._open[action.request]
                 if action.request in again:
                     self._open[action.request] = again.pop(action.request)
+        if deposed:
+            self._open.clear()
 
     def _waste(self, life: _Open, now_us: Micros) -> None:
         """Its last prefill was wasted: all of it, or the part that was done."""

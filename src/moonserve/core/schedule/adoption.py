@@ -65,7 +65,15 @@ class Adopted(msgspec.Struct, frozen=True, tag=True):
         return self.request.id
 
 
-StepFact: TypeAlias = Fact | Adopted
+class Deposed(msgspec.Struct, frozen=True, tag=True):
+    """Another Conductor leads, and has all requests: forget them, and release nothing."""
+
+    rank: ClassVar[int] = 8
+    """After all others, arrivals included."""
+    subject: ClassVar[str] = ""
+
+
+StepFact: TypeAlias = Fact | Adopted | Deposed
 """All facts that a Conductor takes in."""
 
 

@@ -31,7 +31,7 @@ from moonserve.core.schedule.actions import (
     Release,
 )
 from moonserve.core.schedule.admission import DecodeEntry
-from moonserve.core.schedule.adoption import Adopted, StepFact
+from moonserve.core.schedule.adoption import Adopted, Deposed, StepFact
 from moonserve.core.schedule.cost import Cost
 from moonserve.core.schedule.decide import Verdict, decide
 from moonserve.core.schedule.decode_forecast import DecodeForecast, PredictionErrors
@@ -194,6 +194,9 @@ class Conductor:
                     self.view.use(prefill, decode)
                 case Tick():
                     self._tick(now_us)
+                case Deposed():
+                    for life in list(self._lives.values()):
+                        self._drop(life, now_us)
         self._try_held(facts, now_us)
         self._end_pauses(now_us)
         for model in list(self._rooms):

@@ -26,6 +26,7 @@ from moonserve.live.clock import LoopClock
 from moonserve.live.control.config import GatewayConfig
 from moonserve.live.control.in_registry import InRegistry
 from moonserve.live.control.join import Internal
+from moonserve.live.control.leadership import Leadership
 from moonserve.live.control.loop import ConductorLoop
 from moonserve.live.control.placement_api import PlacementApi
 from moonserve.live.control.views import Api, Figures, alarm_metrics, conductor_metrics, open_alarms
@@ -111,26 +112,31 @@ class Control(ProcessPart):
         registry: Registry | None = None,
         settled: Callable[[], Awaitable[object]] | None = None,
         port: int | None = None,
+        takes_fronts: bool = False,
     ) -> None:
         """follow: follows the KV events of an engine. model: the name of the served model; "":
         external engines serve theirs. tools: the text tools of a model, where this process has
         them. registry: where others are found. settled: returns once external engines have
         reported what they hold. port: the one that others find; None: the one of `start`.
+        takes_fronts: whether this process decides for fronts, and not for clients of its own.
         """
         self._config = config
+        self._takes_fronts = takes_fronts
         self._http = http
         self._model = model
         self._port = port
         self._conductor = conductor
         self._pool = pool
         self._health = health
-        self._internal = Internal(conductor, [model])
+        self._internal = Internal(conductor, [model], lambda: self.leadership.term)
         self._api = Api(conductor, pool)
         self._place: InRegistry | None = None
         if registry is not None:
-            self._place = place = self._in(registry, settled)
+            self._place = place = self._in(registry, settled, takes_fronts)
             health.report_unready(lambda: place.not_ready)
             health.report_alarms(registry.alarms)
+        self.leadership = Leadership() if self._place is None else self._place.leadership
+        """Whether this process decides."""
         self._placement = PlacementApi(conductor, tools, model)
         self._indexer = IndexerApi(follow, config.tuning.max_indexed_blocks)
         self._ticker: asyncio.Task[None] | None = None
@@ -191,7 +197,10 @@ class Control(ProcessPart):
 
     async def _health_route(self, request: HttpRequest) -> Response:
         """200: this process is well; alarms about other processes stand beside that."""
-        return json_response({"status": "ok", "alarms": open_alarms(self._health)})
+        said = {"status": "ok", "alarms": open_alarms(self._health)}
+        if self._takes_fronts and (why := self.leadership.standing_by()):
+            said["standby"] = why
+        return json_response(said)
 
     async def _tick(self) -> None:
         while True:
@@ -200,7 +209,10 @@ class Control(ProcessPart):
             self._conductor.tell(Tick())
 
     def _in(
-        self, registry: Registry, settled: Callable[[], Awaitable[object]] | None
+        self,
+        registry: Registry,
+        settled: Callable[[], Awaitable[object]] | None,
+        takes_fronts: bool,
     ) -> InRegistry:
         known, move = settled, None
         if isinstance(self._pool, RemotePool):
@@ -216,4 +228,5 @@ class Control(ProcessPart):
             known,
             has_workers,
             move,
+            takes_fronts,
         )

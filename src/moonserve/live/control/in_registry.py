@@ -1,7 +1,8 @@
-"""A Conductor in a registry: it is found there, finds workers there, and is the only one there.
+"""A Conductor in a registry: it is found there, finds workers there, and leads or stands by.
 
-Control mounts it. At the start it looks for another Conductor under the same prefix, and refuses to
-start beside one. Fronts and workers find it by its entry, and fronts by the duty that it holds.
+Control mounts it. At the start it looks for another Conductor under the same prefix. It stands by
+beside one that takes fronts too, and refuses to start beside any other. Fronts and workers find it
+by its entry, and fronts by the duty that it holds.
 Before it reports that it is ready, its index is filled: by the store's master, by the engines'
 events, or by a copy from another Conductor. Nothing here decides where a request goes.
 """
@@ -22,12 +23,14 @@ from moonserve.core.kv.facts import BlocksStored
 from moonserve.core.schedule.facts import InstanceInfo, Leading
 from moonserve.live.control.index_copy import INDEX_PATH, first_of, packed
 from moonserve.live.control.join import Internal
+from moonserve.live.control.leadership import Leadership
 from moonserve.live.control.loop import ConductorLoop
+from moonserve.live.control.standby import Standby, leader_in
 from moonserve.live.http.auth import bearer
 from moonserve.live.http.client import HttpClient
 from moonserve.live.http.message import HttpRequest, Response, StreamingResponse, json_response
 from moonserve.live.http.server import Handler
-from moonserve.live.ports import Registry
+from moonserve.live.ports import Candidacy, Registry
 from moonserve.live.registry.entries import (
     CONDUCTORS,
     DUTY,
@@ -48,6 +51,8 @@ _PROBE_S = 2.0
 _GONE_S = 15.0
 """Longest wait for the entry of a Conductor that died to end."""
 _AGAIN_S = 0.5
+_PATIENCE_S = 2.0
+"""How long a standby leaves the duty to its holder, whose entry etcd may have lost."""
 
 
 class InRegistry:
@@ -63,10 +68,12 @@ class InRegistry:
         known: Callable[[], Awaitable[object]] | None = None,
         has_workers: bool = True,
         move: Callable[[str], None] | None = None,
+        takes_fronts: bool = False,
     ) -> None:
         """known: returns once the holders of the KV have filled the index; None: take it over from
         another Conductor. has_workers: False with external engines. move: called with the URL of
-        the store's master whenever that changes.
+        the store's master whenever that changes. takes_fronts: whether another Conductor can
+        replace this one.
         """
         self.registry = registry
         self._conductor = conductor
@@ -76,7 +83,10 @@ class InRegistry:
         self._known = known
         self._has_workers = has_workers
         self._move = move
-        self.leads = False
+        self.leadership = Leadership(self._confirm)
+        self._takes_fronts = takes_fronts
+        self._standby = Standby(registry, http, token, self._deposed, self._led_by)
+        self._candidacy: Candidacy | None = None
         self.not_ready = "it gathers what others hold"
         """Why this Conductor is not ready yet; empty: it is."""
         self.gathered = asyncio.Event()
@@ -88,15 +98,19 @@ class InRegistry:
 
     def routes(self) -> dict[tuple[str, str], Handler]:
         """Exact paths."""
-        return {("GET", INDEX_PATH): self._index, ("GET", PATH): self._show}
+        return {
+            ("GET", INDEX_PATH): self._index,
+            ("GET", PATH): self._show,
+            **self._standby.routes(),
+        }
 
     async def start(self, me: ConductorEntry) -> None:
         """Register this Conductor, so that others find it.
 
         Raises ConfigError: another one is there; RegistryError.
         """
-        self._me = me
-        await self._check_alone()
+        self._me = me = msgspec.structs.replace(me, takes_fronts=self._takes_fronts)
+        await self._check_others()
         self._conductor.tell(Leading(False))
         await self.registry.register(CONDUCTORS + me.name, msgspec.json.encode(me))
         works: list[Callable[[], Coroutine[Any, Any, None]]] = [self._gather]
@@ -104,10 +118,14 @@ class InRegistry:
             works.append(self._follow_workers)
         if self._move is not None:
             works.append(partial(follow_master, self.registry, self._move))
-        self._tasks = [keep_doing("a task of the registry", work) for work in works]
-        await self.registry.elect(DUTY, me.name, self._lead)
-        if not self.leads:  # another one started at the same time
-            await self._check_alone()
+        patience_s = _PATIENCE_S if self._takes_fronts else 0.0
+        candidacy = await self.registry.elect(DUTY, me.name, self._lead, patience_s)
+        self._candidacy = candidacy
+        if self._takes_fronts:
+            works.append(partial(self._standby.run, me.name, candidacy))
+        self._tasks += [keep_doing("a task of the registry", work) for work in works]
+        if not self.leadership.term:  # another one started at the same time
+            await self._check_others()
 
     async def close(self) -> None:
         """Leave the registry at once, so that others need not wait for a timeout."""
@@ -115,10 +133,41 @@ class InRegistry:
             task.cancel()
         await self.registry.close()
 
-    def _lead(self, leads: bool) -> None:
-        self.leads = leads
-        log.info("this Conductor %s", "leads" if leads else "does not lead any more")
-        self._conductor.tell(Leading(leads))
+    # The duty.
+
+    def _lead(self, term: int) -> None:
+        if term:
+            log.info("this Conductor leads, in term %d", term)
+            self._conductor.tell(Leading(True))
+            self.leadership.set_term(term)
+            if self._takes_fronts:
+                tell = partial(self._standby.tell_others, self._me.name, term, self._term)
+                self._tasks.append(keep_doing("telling others who leads", tell))
+        else:
+            log.warning("this Conductor does not lead any more")
+            self._conductor.tell(Leading(False))
+            self.leadership.set_term(0)
+
+    def _term(self) -> int:
+        return self.leadership.term
+
+    def _deposed(self, term: int) -> None:
+        """Another Conductor leads in this term, as it says."""
+        if self._candidacy is not None and 0 < self.leadership.term < term:
+            self._candidacy.give_way(term)
+
+    def _led_by(self, url: str) -> None:
+        self.leadership.leader = url
+
+    async def _confirm(self) -> bool:
+        """Read who leads. While the registry is away, this one does: its orders are refused if that
+        is not so."""
+        try:
+            leader, _ = await leader_in(self.registry)
+        except RegistryError:
+            return bool(self.leadership.term)
+        self._deposed(leader.term)
+        return bool(self.leadership.term)
 
     # Other Conductors.
 
@@ -126,14 +175,18 @@ class InRegistry:
         found = decoded(await self.registry.read(CONDUCTORS), CONDUCTORS, ConductorEntry)
         return [entry for name, entry in found.items() if name != self._me.name]
 
-    async def _check_alone(self) -> None:
-        """Wait until the entries of Conductors that died have ended. Raises ConfigError if one
-        lives."""
+    async def _check_others(self) -> None:
+        """Wait until the entries of Conductors that died have ended, unless this one may stand by.
+
+        Raises ConfigError if one lives beside which this one cannot stand.
+        """
         loop = asyncio.get_running_loop()
         end_s = loop.time() + _GONE_S
         while others := await self._others():
             for entry in others:
                 await self._refuse_beside(entry)
+            if all(entry.takes_fronts for entry in others) and self._takes_fronts:
+                return
             if loop.time() > end_s:
                 where = ", ".join(entry.url for entry in others)
                 raise ConfigError(
@@ -165,7 +218,7 @@ class InRegistry:
                 f" not for {self._me.model or 'external engines'}: {own_prefix}",
                 "registry",
             )
-        if reply.status == 200:
+        if reply.status == 200 and not (other.takes_fronts and self._takes_fronts):
             raise ConfigError(
                 f"has a Conductor at {other.url} already, and a cluster has one: run one `moonserve"
                 " conductor`, and gateways with --conductor and the address of the registry; or"
@@ -224,7 +277,7 @@ class InRegistry:
     def metrics(self) -> Iterator[Metric]:
         """Whether this Conductor leads, and whether its index is whole."""
         for name, text, value in (
-            ("conductor_leads", "Whether this Conductor leads.", self.leads),
+            ("conductor_leads", "Whether this Conductor leads.", bool(self.leadership.term)),
             (
                 "index_complete",
                 "Whether the index was complete at the start.",
@@ -234,4 +287,7 @@ class InRegistry:
             yield GaugeMetricFamily(f"moonserve_{name}", text, value=float(value))
 
     async def _show(self, request: HttpRequest) -> Response:
-        return json_response({"me": self._me, "leads": self.leads, "index": self.index})
+        term = self.leadership.term
+        return json_response(
+            {"me": self._me, "leads": bool(term), "term": term, "index": self.index}
+        )

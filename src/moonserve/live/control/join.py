@@ -20,6 +20,7 @@ from moonserve.invalid import without_password
 from moonserve.live.control.loop import ConductorLoop
 from moonserve.live.http.message import HttpRequest, Response
 from moonserve.live.http.server import Handler
+from moonserve.live.openai.headers import TERM
 from moonserve.live.rpc.joins import CONTENT_TYPE, BeatBody, BlocksBody, LeaveBody
 from moonserve.live.store.reports import POOL
 
@@ -42,7 +43,15 @@ class Incompatible(BadRequest):
 class Internal:
     """Handlers of /internal; the gateway's process adds them to its routes."""
 
-    def __init__(self, conductor: ConductorLoop, models: Collection[str]) -> None:
+    def __init__(
+        self,
+        conductor: ConductorLoop,
+        models: Collection[str],
+        term: Callable[[], int] = lambda: 0,
+    ) -> None:
+        """models: those that workers may serve. term: of this Conductor, for workers; 0: it does
+        not lead."""
+        self._term = term
         self._conductor = conductor
         self._models = models
         self._reported = Reported(POOL)
@@ -65,7 +74,8 @@ class Internal:
             except UNREADABLE as error:
                 raise BadRequest(f"body is no msgpack {shape.__name__}: {error}", "body") from None
             take(body)
-            return Response(200, msgspec.msgpack.encode({}), content_type=CONTENT_TYPE)
+            term = {TERM: str(self._term())}
+            return Response(200, msgspec.msgpack.encode({}), term, CONTENT_TYPE)
 
         return handle
 

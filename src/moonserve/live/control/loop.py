@@ -32,7 +32,7 @@ from moonserve.core.schedule.actions import (
     Release,
     Spread,
 )
-from moonserve.core.schedule.adoption import Adopted, FactOfRequest, StepFact
+from moonserve.core.schedule.adoption import Adopted, Deposed, FactOfRequest, StepFact
 from moonserve.core.schedule.conductor import Conductor
 from moonserve.core.schedule.decode_forecast import PredictionErrors
 from moonserve.core.schedule.facts import Arrived, InstanceInfo, SpreadUpTo
@@ -205,6 +205,14 @@ class ConductorLoop:
             record.ttft_us = adopted.first_us - arrived_us
         self._record(request.id, record, inbox)
         self.tell(adopted, *facts)
+
+    def abandon(self) -> None:
+        """Another Conductor leads, and adopts all requests: forget them, and release nothing."""
+        for request in self._inboxes:
+            self.records[request].outcome = "with another Conductor"
+        self._inboxes.clear()
+        self.tell(Deposed())
+        self.settle()
 
     def _record(self, request: RequestId, record: Record, inbox: Inbox) -> None:
         self.records.pop(request, None)  # an earlier request of this id

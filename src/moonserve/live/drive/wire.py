@@ -6,7 +6,7 @@ connection, and so the worker stops.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -14,11 +14,11 @@ import msgspec
 from moonserve.core.errors import UNREADABLE
 from moonserve.core.request import Request
 from moonserve.core.schedule.facts import InstanceInfo
-from moonserve.core.units import BlockKey, LeaseId, Tokens
+from moonserve.core.units import BlockKey, LeaseId, Tokens, whole_number
 from moonserve.live.drive.lost import CallLost, logged
 from moonserve.live.http.auth import bearer
-from moonserve.live.http.client import HttpClient, sse_events
-from moonserve.live.openai.headers import of_party
+from moonserve.live.http.client import ClientResponse, ClientStream, HttpClient, sse_events
+from moonserve.live.openai.headers import TERM, of_party
 from moonserve.live.openai.reply import ReadReply, read_reply
 
 
@@ -71,13 +71,29 @@ def completion_body(
     return _encoder.encode(body)
 
 
+class OrderedBy(msgspec.Struct, frozen=True):
+    """By whose order calls are made."""
+
+    term: Callable[[], int] = lambda: 0
+    """The term of the Conductor that orders them; 0: no other one can lead."""
+    refused: Callable[[int], None] = lambda term: None
+    """Called with the higher term that a worker knows of, if it has refused a call for that."""
+
+
 class WireClient:
     """Calls workers over one pool of keep-alive connections."""
 
     def __init__(
-        self, http: HttpClient, token: str, prefill_timeout_s: float, token_timeout_s: float
+        self,
+        http: HttpClient,
+        token: str,
+        prefill_timeout_s: float,
+        token_timeout_s: float,
+        orders: OrderedBy = OrderedBy(),  # noqa: B008 - frozen
     ) -> None:
-        """token: the cluster's shared secret, which workers check; may be empty."""
+        """token: the cluster's shared secret, which workers check; may be empty. orders: of the
+        Conductor."""
+        self._orders = orders
         self._http = http
         self._token = token
         self._prefill_timeout_s = prefill_timeout_s
@@ -92,7 +108,7 @@ class WireClient:
             body=body,
             timeout_s=self._prefill_timeout_s,
         )
-        _check(to, reply.status, reply.body)
+        self._check(to, reply, reply.body)
         parsed = _parse(to, reply.body)
         choice = parsed.choices[0]
         return Prefilled(
@@ -118,7 +134,7 @@ class WireClient:
             body=msgspec.msgpack.encode({"lease": lease, "keys": keys}),
             timeout_s=self._prefill_timeout_s,
         )
-        _check(to, reply.status, reply.body)
+        self._check(to, reply, reply.body)
 
     async def decode(
         self, to: InstanceInfo, request: Request, body: bytes
@@ -134,7 +150,7 @@ class WireClient:
         ) as reply:
             if reply.status != 200:
                 whole = b"".join([chunk async for chunk in reply])
-                _check(to, reply.status, whole)
+                self._check(to, reply, whole)
             async for data in sse_events(reply):
                 parsed = _parse(to, data)
                 choice = parsed.choices[0]
@@ -145,19 +161,27 @@ class WireClient:
 
     def _headers(self, request: Request) -> dict[str, str]:
         headers = {"content-type": "application/json", "x-request-id": request.id}
+        term = self._orders.term()
+        if term:
+            headers[TERM] = str(term)
         return headers | of_party(request.party) | bearer(self._token)
 
+    def _check(self, to: InstanceInfo, reply: ClientResponse | ClientStream, body: bytes) -> None:
+        """Raises CallLost unless it is a good reply."""
+        status = reply.status
+        if status == 200:
+            return
+        term = whole_number(reply.headers.get(TERM, "")) if status == _CONFLICT else None
+        if term is not None:
+            self._orders.refused(term)
+        message = f"instance {to.id} answered {status}"
+        raise CallLost(message, detail=logged(body), retry=status not in _HOPELESS)
 
+
+_CONFLICT = 409
 _HOPELESS = (400, 413)
 """Statuses that every instance would answer: the request itself is wrong. Other statuses 4xx are
 about the worker: it has restarted as another one, or its queue is full."""
-
-
-def _check(to: InstanceInfo, status: int, body: bytes) -> None:
-    if status == 200:
-        return
-    message = f"instance {to.id} answered {status}"
-    raise CallLost(message, detail=logged(body), retry=status not in _HOPELESS)
 
 
 def _kv_transfer_params(to: InstanceInfo, reply: ReadReply) -> dict[str, Any]:

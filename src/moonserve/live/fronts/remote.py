@@ -39,6 +39,7 @@ from moonserve.live.fronts.road import Road
 from moonserve.live.http.client import UpstreamError
 from moonserve.live.ports import DriverFact, Inbox
 from moonserve.live.rpc.connection import ConnectionLimits, RpcConnection
+from moonserve.live.tasks import keep_doing
 
 log = logging.getLogger(__name__)
 
@@ -117,6 +118,9 @@ class RemoteConductor:
         self._url = ""
         self._limits = limits
         self._keeper: asyncio.Task[None] | None = None
+        self._follower: asyncio.Task[None] | None = None
+        self.term = 0
+        """The highest term of a Conductor that this front knows of: it obeys no lower one."""
         self._lost = asyncio.Event()
         self._welcomed: asyncio.Future[wire.Welcome] = asyncio.get_running_loop().create_future()
         """What the first Conductor said, or why there can be none."""
@@ -132,6 +136,7 @@ class RemoteConductor:
         time, or none ever will.
         """
         self._keeper = asyncio.create_task(self._keep(), name="link to the Conductor")
+        self._follower = keep_doing("following the leader", lambda: self.road.follow(self.leads))
         try:
             async with asyncio.timeout(within_s):
                 return await asyncio.shield(self._welcomed)
@@ -162,8 +167,9 @@ class RemoteConductor:
 
     async def leave(self) -> None:
         """Leave: for the Conductor, all requests of this front have ended."""
-        if self._keeper is not None:
-            self._keeper.cancel()
+        for task in (self._keeper, self._follower):
+            if task is not None:
+                task.cancel()
         self._stop_waiting()
         if self._link is not None:
             await asyncio.sleep(0)  # the messages of this turn go out
@@ -384,6 +390,18 @@ class RemoteConductor:
                 await self._lost.wait()
             await asyncio.sleep(_AGAIN_S)
 
+    def leads(self, term: int) -> None:
+        """A Conductor leads in this term. If it is not the one of the connection, leave that one.
+
+        The registry says so, or a worker that has refused an order of a lower term.
+        """
+        if term <= self.term:
+            return
+        self.term = term
+        if self._link is not None and self._link.term < term:
+            log.warning("another Conductor leads; leaving the one at %s", self._url)
+            self._link.transport.abort()
+
     # For the link
 
     def answer(self, op: str, body: bytes) -> bytes:
@@ -395,7 +413,11 @@ class RemoteConductor:
     def received(self, message: wire.ToFront, link: _ConductorLink) -> None:
         """Act on one message."""
         match message:
-            case wire.Welcome():  # not before: a process that hangs accepts connections too
+            case wire.Welcome(term=term) if term < self.term:
+                self._why = "it led before another one"
+                link.break_off(self._why)
+            case wire.Welcome(term=term):  # not before: who hangs accepts connections too
+                self.term = link.term = term
                 self._welcome(link)
                 if not self._welcomed.done():
                     self._welcomed.set_result(message)
@@ -471,6 +493,7 @@ class _ConductorLink(RpcConnection):
         )
         self._owner = owner
         self.url = url
+        self.term = 0
         self.over = asyncio.Event()
         """Set once the connection has ended."""
 

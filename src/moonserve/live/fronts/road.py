@@ -13,7 +13,13 @@ from moonserve.core.errors import NobodyAlive, RegistryError
 from moonserve.live.fronts import wire
 from moonserve.live.http.client import HttpClient, check_url, client_of
 from moonserve.live.ports import Registry
-from moonserve.live.registry.entries import CONDUCTORS, LEADER, ConductorEntry, decoded
+from moonserve.live.registry.entries import (
+    CONDUCTORS,
+    LEADER,
+    ConductorEntry,
+    decoded,
+    leader_of,
+)
 from moonserve.live.rpc.connection import RpcConnection
 from moonserve.live.rpc.switching import Callee, switched
 from moonserve.live.tls.contexts import Tls
@@ -46,6 +52,12 @@ class Road:
         """The URL of the Conductor now. Raises NobodyAlive: there is none."""
         return self._url
 
+    async def follow(self, leads: Callable[[int], None]) -> None:
+        """Call `leads` with the term of the Conductor that leads, whenever that is another one.
+
+        It never returns if the registry has it; else at once.
+        """
+
     async def connect(self, link: RpcConnection, url: str) -> None:
         """Connect `link` to the Conductor at this URL.
 
@@ -67,22 +79,32 @@ class LeaderRoad(Road):
     ) -> None:
         super().__init__(where, client, token)
         self._registry = registry
+        self._known: list[str] = []
+        """The URLs of all Conductors, the leader's first, as the registry had them last."""
 
     async def find(self) -> str:
-        """See Road. While the registry is away, it is the last one that was found."""
+        """See Road. While the registry is away: all that were known, in turn."""
         try:
-            names = await self._registry.read(LEADER)
+            leaders = await self._registry.read(LEADER)
             entries = await self._registry.read(CONDUCTORS)
         except RegistryError as error:
-            if self._url:
-                return self._url
-            raise NobodyAlive(f"the registry does not answer: {error}") from None
+            if not self._known:
+                raise NobodyAlive(f"the registry does not answer: {error}") from None
+            self._known = [*self._known[1:], self._known[0]]
+            return self._known[-1]
         found = decoded(entries, CONDUCTORS, ConductorEntry)
-        leader = found.get(names.get(LEADER, b"").decode("utf-8", "replace"))
+        leader = found.get(leader_of(leaders.get(LEADER, b"")).name)
         if leader is None:
             raise NobodyAlive("no Conductor leads in the registry")
-        self._url = leader.url
+        others = [it.url for it in found.values() if it is not leader]
+        self._known = [leader.url, *others]
         return leader.url
+
+    async def follow(self, leads: Callable[[int], None]) -> None:
+        """See Road."""
+        async for entries in self._registry.watch(LEADER):
+            if LEADER in entries:
+                leads(leader_of(entries[LEADER]).term)
 
 
 def is_socket(where: str) -> bool:

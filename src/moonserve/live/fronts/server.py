@@ -9,6 +9,7 @@ that is gone. It decides nothing.
 from __future__ import annotations
 
 import asyncio
+import logging
 from typing import Any
 
 import msgspec
@@ -19,6 +20,7 @@ from moonserve.core.schedule.actions import Prefill, Refuse
 from moonserve.core.schedule.facts import ClientGone
 from moonserve.core.units import RequestId
 from moonserve.live.access.meter import LocalMeter, MeteredCall
+from moonserve.live.control.leadership import Leadership
 from moonserve.live.control.loop import ConductorLoop
 from moonserve.live.external.fleet import Fleet
 from moonserve.live.external.monitor import POOL
@@ -29,6 +31,8 @@ from moonserve.live.http.server import Routes
 from moonserve.live.http.switch import Switch
 from moonserve.live.ports import OutgoingCall
 from moonserve.live.rpc.connection import ConnectionLimits, RpcConnection
+
+log = logging.getLogger(__name__)
 
 _COUNT_S = 1.0
 """Longest time a front may take to report its counts; after it, its last report is used."""
@@ -47,8 +51,13 @@ class FrontServer:
         welcome: wire.Welcome,
         fleet: Fleet | None = None,
         limits: ConnectionLimits = wire.LIMITS,
+        leadership: Leadership | None = None,
     ) -> None:
-        """welcome: what fronts hear first. fleet: the external engines, None: there are workers."""
+        """welcome: what fronts hear first. fleet: the external engines, None: there are workers.
+        leadership: of this process; None: no other one can lead."""
+        self._leadership = leadership or Leadership()
+        self._leadership.watch(self._step_down)
+        self._ending: set[asyncio.Task[None]] = set()
         self._conductor = conductor
         self._welcome = welcome
         self._fleet = fleet
@@ -71,10 +80,12 @@ class FrontServer:
         self._accepts = True
 
     def close(self) -> None:
-        """Accept no more fronts, and close the connections to all."""
+        """Accept no more fronts, and leave all of them. Their requests go on at another Conductor:
+        nothing is released."""
         self._accepts = False
         for link in list(self._links):
-            link.close()
+            link.leave()
+            self._disconnect(link)
 
     async def _channel(self, request: HttpRequest) -> Switch:
         asked = request.headers.get("upgrade", "")
@@ -84,9 +95,15 @@ class FrontServer:
                 " of moonserve in the cluster",
                 "upgrade",
             )
-        if not self._accepts:
-            raise NobodyAlive("it does not know yet what its instances hold")
+        if why := self.closed():
+            raise NobodyAlive(why)
         return Switch(wire.PROTOCOL, _FrontLink(self, self._limits))
+
+    def closed(self) -> str:
+        """Why it accepts no fronts now; empty: it does."""
+        if not self._accepts:
+            return "it does not know yet what its instances hold"
+        return self._leadership.standing_by()
 
     @property
     def fronts(self) -> int:
@@ -123,27 +140,56 @@ class FrontServer:
     def joined(self, link: _FrontLink) -> None:
         """A front has connected."""
         self._links.add(link)
-        link.notify(self._welcome, wire.EngineStates(self._engines))
+        welcome = msgspec.structs.replace(self._welcome, term=self._leadership.term)
+        link.notify(welcome, wire.EngineStates(self._engines))
         link.notify(wire.Instances(self._conductor.instances()))
 
-    def left(self, link: _FrontLink) -> None:
+    def _left(self, link: _FrontLink) -> None:
         """A front is gone, and its clients with it: end its requests and calls."""
+        self._disconnect(link)
+        self._end(link.lives)
+
+    def lost(self, link: _FrontLink) -> None:
+        """As if it had left, unless it has gone to another Conductor, which has its requests.
+
+        So it may be if this process has slept, and others did not wait for it.
+        """
+        self._disconnect(link)
+        if link.lives:
+            task = asyncio.create_task(self._end_if_leading(link.lives), name="a front is gone")
+            self._ending.add(task)
+            task.add_done_callback(self._ending.discard)
+
+    async def _end_if_leading(self, lives: set[RequestId]) -> None:
+        if await self._leadership.confirm():
+            self._end(lives)
+
+    def _disconnect(self, link: _FrontLink) -> None:
         self._links.discard(link)
         self._gone = summed([self._gone, lasting(link.counted)])
         for call in link.outgoing.values():
             call.ended()
         for metered in link.metered.values():
             metered.over()
-        for request in link.lives:
+
+    def _end(self, lives: set[RequestId]) -> None:
+        for request in lives:
             self._conductor.tell(ClientGone(request))
             self._conductor.close(request, "cancelled")
+
+    def _step_down(self) -> None:
+        """The term of all connections is over: another Conductor leads, or this one anew."""
+        for link in list(self._links):
+            link.replace("another term has begun")
+            self._disconnect(link)
+        self._conductor.abandon()
 
     def _hello(self, front: str, link: _FrontLink) -> None:
         """A front says who it is: its earlier connection is over, and its requests come anew."""
         link.front = front
         for old in [it for it in self._links if it is not link and it.front == front]:
-            old.replace()
-            self.left(old)
+            old.replace("the front has connected again")
+            self._left(old)
             self._conductor.settle()  # they end before they come anew
 
     def _adopt(self, message: wire.Adopting, link: _FrontLink) -> None:
@@ -260,10 +306,16 @@ class _FrontLink(RpcConnection):
             action = msgspec.structs.replace(action, decision=None, candidates=())
         self.notify(action)
 
-    def replace(self) -> None:
-        """The front has another connection: this one is over."""
+    def leave(self) -> None:
+        """This process ends, and the front has another Conductor soon."""
         self._is_front = False
-        self.break_off("the front has connected again")
+        self.close()
+
+    def replace(self, why: str) -> None:
+        """This connection is over, for a reason that is no fault of the front."""
+        self._is_front = False
+        log.info("a connection to a front ends: %s", why)
+        self.transport.abort()
 
     async def count(self) -> None:
         """Ask the front for its counts. If it does not answer, the last report stays."""
@@ -289,4 +341,4 @@ class _FrontLink(RpcConnection):
 
     def lost(self) -> None:
         if self._is_front:
-            self._server.left(self)
+            self._server.lost(self)

@@ -262,6 +262,8 @@ class Welcome(msgspec.Struct, frozen=True, tag=True):
     """The model of its workers; empty: it has external engines."""
     expected: int
     """How many instances its settings describe; 0: workers join by themselves."""
+    term: int = 0
+    """In which this Conductor leads: see control.leadership."""
 
 
 class Instances(msgspec.Struct, frozen=True, tag=True):

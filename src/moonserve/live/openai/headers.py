@@ -21,6 +21,8 @@ ADDRESS = "x-moonserve-address"
 """Between gateway and workers only: the address of the client."""
 NAMES = frozenset({TTFT, TBT, PRIORITY, TENANT})
 """What clients may say."""
+TERM = "x-moonserve-term"
+"""Between gateway and workers only: the term of the Conductor that ordered the call."""
 MAX_PRIORITY = 100
 _MS = re.compile(r"[0-9]{1,9}(\.[0-9]{1,20})?")
 _NAME = re.compile(r"[A-Za-z0-9._:@/-]{0,64}")

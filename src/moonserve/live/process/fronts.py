@@ -19,6 +19,7 @@ from moonserve.core.errors import ConfigError
 from moonserve.live.api.limiter import METRICS_TYPE
 from moonserve.live.control.config import GatewayConfig
 from moonserve.live.control.control import registered
+from moonserve.live.drive.wire import OrderedBy
 from moonserve.live.external.monitor import Times
 from moonserve.live.external.spec import InstanceSpec
 from moonserve.live.fronts import wire
@@ -30,7 +31,7 @@ from moonserve.live.fronts.road import IN_REGISTRY, road_of
 from moonserve.live.fronts.server import FrontServer
 from moonserve.live.health import Health
 from moonserve.live.http.client import HttpClient, client_of
-from moonserve.live.http.message import HttpRequest, Response
+from moonserve.live.http.message import HttpRequest, Response, json_response
 from moonserve.live.http.server import ProcessPart, Routes
 from moonserve.live.model.catalog import resolve
 from moonserve.live.ports import Registry
@@ -61,12 +62,19 @@ class FrontsLink(ProcessPart):
     def __init__(self, deciding: Deciding, welcome: wire.Welcome) -> None:
         """welcome: what fronts hear first."""
         self._deciding = deciding
-        self._server = FrontServer(deciding.conductor, welcome, deciding.fleet)
+        self._leadership = deciding.control.leadership
+        self._server = FrontServer(
+            deciding.conductor, welcome, deciding.fleet, leadership=self._leadership
+        )
         self._looking: asyncio.Task[None] | None = None
 
     def routes(self) -> Routes:
         """Where fronts connect, and the sums over all of them."""
-        return {**self._server.routes(), ("GET", "/metrics"): self._metrics}
+        return {
+            **self._server.routes(),
+            ("GET", "/metrics"): self._metrics,
+            ("GET", "/ready"): self._ready,
+        }
 
     async def start(self, port: int) -> None:
         """Let fronts connect, once this process knows what others hold."""
@@ -84,6 +92,11 @@ class FrontsLink(ProcessPart):
         while True:
             await asyncio.sleep(_LOOK_S)
             self._server.look()
+
+    async def _ready(self, request: HttpRequest) -> Response:
+        """200: it accepts fronts. 503: it stands by, or does not know yet what others hold."""
+        why = self._server.closed()
+        return json_response({"ready": not why, "why": why}, 503 if why else 200)
 
     async def _metrics(self, request: HttpRequest) -> Response:
         """The sums over all fronts, and the Conductor's own."""
@@ -125,7 +138,7 @@ class ConductorProcess(Process):
         http = client_of(config.tls)
         model = resolve(config.model).name if specs is None else ""
         health = Health()
-        deciding = Deciding(config, http, health, registry, model, engines, port)
+        deciding = Deciding(config, http, health, registry, model, engines, port, True)
         deciding.parts += watched_keys(config, registry, health)
         expected = sum(len(spec.ids()) for spec in specs or ())
         one = cls(config, http, deciding, wire.Welcome(model, expected))
@@ -175,7 +188,8 @@ class FrontProcess(Process):
         if text is None:
             fleet = RemoteFleet(conductor, http, load_text, os.environ)
         access = Access(config, registry, health, conductor)
-        front = front_of(config, conductor, http, health, text, fleet, access)
+        orders = OrderedBy(lambda: conductor.term, conductor.leads)
+        front = front_of(config, conductor, http, health, text, fleet, access, orders)
         conductor.attach(
             lambda: families([front.metrics.registry]),
             lambda engines: None if fleet is None else fleet.update(engines),

@@ -22,7 +22,7 @@ from moonserve.live.control.config import GatewayConfig
 from moonserve.live.control.control import Control, conductor_and_pool, registered
 from moonserve.live.drive.calls import CallLimits
 from moonserve.live.drive.embedded import EmbeddedServing
-from moonserve.live.drive.wire import WireClient
+from moonserve.live.drive.wire import OrderedBy, WireClient
 from moonserve.live.external.fleet import Fleet
 from moonserve.live.external.monitor import Times
 from moonserve.live.external.spec import InstanceSpec
@@ -82,10 +82,11 @@ class Deciding:
         model: str | Text,
         engines: ExternalSettings | None,
         port: int | None = None,
+        takes_fronts: bool = False,
     ) -> None:
         """model: its name, or its text side if this process has that. engines: the external ones;
         None: workers will join. port: the one that others find in the registry; None: the port at
-        which the process listens.
+        which the process listens. takes_fronts: whether it decides for fronts.
         """
         self.conductor, self.pool = conductor_and_pool(config, http)
         self.engines_http: HttpClient | None = None
@@ -112,6 +113,7 @@ class Deciding:
             registry=registry,
             settled=None if external is None else external.settled,
             port=port,
+            takes_fronts=takes_fronts,
         )
         self.parts: list[ProcessPart] = [self.control, *([] if external is None else [external])]
 
@@ -131,7 +133,11 @@ class Gateway(Process):
         self.conductor, self.pool = deciding.conductor, deciding.pool
         self.fleet = deciding.fleet
         calls = deciding.engines_http or http
-        front = front_of(config, self.conductor, calls, health, text, deciding.fleet, access)
+        leadership = deciding.control.leadership
+        orders = OrderedBy(lambda: leadership.term)
+        front = front_of(
+            config, self.conductor, calls, health, text, deciding.fleet, access, orders
+        )
         for part in deciding.parts:
             for collector in part.collectors():
                 front.metrics.registry.register(collector)
@@ -192,10 +198,12 @@ def front_of(
     text: Text | None,
     fleet: Fleet | RemoteFleet | None,
     access: Access,
+    orders: OrderedBy,
 ) -> Front:
     """OpenAI's API over the instances of the Conductor.
 
-    They are workers, which serve the model of `text`, or the external engines of `fleet`.
+    They are workers, which serve the model of `text`, or the external engines of `fleet`. orders:
+    of the Conductor, for workers.
     """
     limits = Limits(
         max_in_flight=config.max_in_flight,
@@ -216,7 +224,7 @@ def front_of(
             EngineText(conductor, fleet, fleet, http, limits, call_limits), health, access
         )
     assert text is not None, "workers serve a model whose text side is read at the start"
-    wire = WireClient(http, config.token, config.prefill_timeout_s, config.token_timeout_s)
+    wire = WireClient(http, config.token, config.prefill_timeout_s, config.token_timeout_s, orders)
     serving = EmbeddedServing(conductor, wire, {text.name: text.max_len})
     backend = OwnText(serving, {text.name: text.tools}.__getitem__, limits)
     return _front(backend, health, access)

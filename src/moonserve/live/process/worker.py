@@ -43,6 +43,7 @@ from moonserve.live.transfer.metrics import LaneMetrics
 from moonserve.live.worker.app import WorkerApp, part_client
 from moonserve.live.worker.conductors import Conductors
 from moonserve.live.worker.config import WorkerConfig
+from moonserve.live.worker.fence import Fence
 from moonserve.live.worker.job import WorkerLimits
 from moonserve.live.worker.kv import OnPut
 from moonserve.live.worker.metrics import Metrics
@@ -86,8 +87,9 @@ class Worker:
         epoch: int = 1,
         on_put: OnPut | None = None,
         limits: WorkerLimits = WorkerLimits(),  # noqa: B008 - frozen
+        fence: Fence | None = None,
     ) -> Worker:
-        """Serve `engine` under the name `model`; on_put: see WorkerKV.
+        """Serve `engine` under the name `model`; on_put: see WorkerKV; fence: see WorkerApp.
 
         limits: those that `config` does not set. Raises ConfigError if the port is taken.
         """
@@ -130,7 +132,7 @@ class Worker:
             layers=shape.layers if store and shape.layers > 1 and config.role == "prefill" else 0,
         )
         guard = Guard(config.token, own_names(config.host, config.advertise_host))
-        app = WorkerApp(runner, bench, info, tokenizer, guard)
+        app = WorkerApp(runner, bench, info, tokenizer, guard, fence)
         try:
             tls = config.tls.listener() if config.tls else None
             server = await serve(app.app(), config.host, config.port, "listen", tls=tls)
@@ -189,7 +191,8 @@ async def run_worker(
             registry = await open_registry(config.registry, config.tls)
             if registry is not None:
                 stack.push_async_callback(registry.close)
-            conductors = Conductors(http, config.token, config.gateway, registry)
+            fence = Fence()
+            conductors = Conductors(http, config.token, config.gateway, registry, heard=fence.heard)
             publisher = None if config.kv_events == "off" else _publisher(config, say)
             if publisher is not None:
                 stack.push_async_callback(publisher.close)
@@ -209,6 +212,7 @@ async def run_worker(
                     epoch=share.epoch,
                     on_put=on_put,
                     limits=limits,
+                    fence=fence,
                 )
                 stack.push_async_callback(worker.stop, config.drain_s)
                 stack.callback(_limit_clean_up, worker)

@@ -4,7 +4,8 @@ instances/NAME   InstanceInfo: a moonserve worker, while it lives
 engines/NAME     InstanceSpec: an external engine, put there by its operator
 conductors/NAME  ConductorEntry
 store/master     MasterEntry
-leaders/DUTY     the name of the process that has a duty, such as conductor
+leaders/DUTY     LeaderEntry: the process that has a duty, such as conductor, and its term
+terms/DUTY       the highest term so far, as a decimal number
 """
 
 from __future__ import annotations
@@ -19,9 +20,10 @@ import msgspec
 
 from moonserve.core.errors import UNREADABLE, ConfigError
 from moonserve.live.ports import Registry
-from moonserve.live.registry.etcd import EtcdRegistry, parse
+from moonserve.live.registry.etcd import EtcdRegistry, LeaderEntry, leader_of, parse
 from moonserve.live.tls.contexts import Tls
 
+__all__ = ["LeaderEntry", "leader_of"]
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
@@ -32,7 +34,7 @@ MASTER = "store/master"
 DUTY = "conductor"
 """The duty of the Conductor that decides,"""
 LEADER = f"leaders/{DUTY}"
-"""and where its name is."""
+"""and where its LeaderEntry is."""
 
 
 class ConductorEntry(msgspec.Struct, frozen=True):
@@ -44,6 +46,9 @@ class ConductorEntry(msgspec.Struct, frozen=True):
     url: str
     model: str = ""
     """What its workers serve; empty: it has external engines."""
+    takes_fronts: bool = False
+    """Whether it decides for fronts, so that another one can replace it; else it is a gateway that
+    serves clients itself."""
 
 
 class MasterEntry(msgspec.Struct, frozen=True):

@@ -5,8 +5,11 @@ the reader, which then reads all entries again. It also reads every ten seconds,
 that ended silently, or a compacted history, loses nothing. If etcd loses entries without a lease,
 the processes that watched them put them there again.
 
-No call here is without a deadline, and no process keeps a duty after its lease has ended. An
-address etcds://… is called by TLS only.
+A duty has a term, which rises with every holder. It is kept in etcd without a lease, and is a time
+in microseconds where that is higher: so it rises also if etcd lost its data. A holder keeps its
+duty until it reads of a higher term. See ports.Registry for who must refuse the lower one.
+
+No call here is without a deadline. An address etcds://… is called by TLS only.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ import asyncio
 import contextlib
 import logging
 import math
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
@@ -22,7 +26,7 @@ from uuid import uuid4
 
 import msgspec
 
-from moonserve.core.errors import ConfigError, RegistryError
+from moonserve.core.errors import UNREADABLE, ConfigError, RegistryError
 from moonserve.invalid import without_password
 from moonserve.live.registry.history import History, Read
 from moonserve.live.tasks import keep_doing
@@ -92,26 +96,66 @@ class Entry(msgspec.Struct, eq=False):
         await self.registry.withdraw(self)
 
 
+class LeaderEntry(msgspec.Struct, frozen=True):
+    """The value under leaders/DUTY: which process has the duty, and in which term."""
+
+    name: str
+    term: int
+
+
+_decode_leader = msgspec.json.Decoder(LeaderEntry).decode
+
+
+def leader_of(value: bytes) -> LeaderEntry:
+    """Read an entry of a leader; one that cannot be read names nobody."""
+    try:
+        return _decode_leader(value)
+    except UNREADABLE:
+        return LeaderEntry("", 0)
+
+
 class LeaderCandidate(msgspec.Struct, eq=False):
-    """One process as a candidate for a duty; at most one candidate has the duty."""
+    """One process as a candidate for a duty."""
 
     registry: EtcdRegistry
     duty: str
     who: str
-    changed: Callable[[bool], None]
-    """Called with whether it leads."""
-    leads: bool = False
+    changed: Callable[[int], None]
+    """Called with its term when it gets the duty, and with 0 when it has lost it."""
+    patience_s: float = 0.0
+    """How long the duty must be free before this process takes it."""
+    term: int = 0
+    """Its term; 0: it has not the duty."""
+    deposes: int = 0
+    """The term whose holder it may replace, since that one is lost."""
+    free_since_s: float | None = None
+    """Since when the duty is free, by the loop's time; None: it is not."""
 
     @property
     def key(self) -> str:
         """Where the leader's name is."""
         return f"leaders/{self.duty}"
 
-    def set_leads(self, leads: bool) -> None:
+    @property
+    def term_key(self) -> str:
+        """Where the highest term is, without a lease."""
+        return f"terms/{self.duty}"
+
+    def set_term(self, term: int) -> None:
         """Set whether this process has the duty, and report a change."""
-        if leads != self.leads:
-            self.leads = leads
-            self.changed(leads)
+        if term != self.term:
+            self.term = term
+            self.changed(term)
+
+    async def depose(self, term: int) -> None:
+        """See ports.Candidacy."""
+        self.deposes = term
+        await self.registry.stand()
+
+    def give_way(self, term: int) -> None:
+        """See ports.Candidacy."""
+        if 0 < self.term < term:
+            self.set_term(0)
 
     async def close(self) -> None:
         """See ports.Registration."""
@@ -143,9 +187,6 @@ class EtcdRegistry:
         self.ttl_s = ttl_s
         self._client = self._connect()
         self._lease: int | None = None
-        self._until_s = 0.0
-        """The loop's time when the lease may end, unless it is renewed before."""
-        self._lapse: asyncio.TimerHandle | None = None
         self._entries: dict[str, bytes] = {}
         self._put: dict[str, bytes] = {}
         """The entries that are put under the present lease."""
@@ -337,9 +378,11 @@ class EtcdRegistry:
                 listening.cancel()
             await self._quietly(client.close())
 
-    async def elect(self, duty: str, who: str, changed: Callable[[bool], None]) -> LeaderCandidate:
+    async def elect(
+        self, duty: str, who: str, changed: Callable[[int], None], patience_s: float = 0.0
+    ) -> LeaderCandidate:
         """See ports.Registry."""
-        candidate = LeaderCandidate(self, duty, who, changed)
+        candidate = LeaderCandidate(self, duty, who, changed, patience_s)
         self._candidates[duty] = candidate
         try:
             await self._calling(self._register())
@@ -353,10 +396,8 @@ class EtcdRegistry:
         if self._keeping is not None:
             self._keeping.cancel()
             await asyncio.wait([self._keeping])
-        if self._lapse is not None:
-            self._lapse.cancel()
-        self._give_up()
-        self._candidates.clear()
+        for candidate in list(self._candidates.values()):
+            await self.stand_down(candidate)
         self._entries.clear()
         if self._lease is not None:
             await self._quietly(self._client.revoke_lease(self._lease))
@@ -374,10 +415,15 @@ class EtcdRegistry:
         """Give up a duty and the candidacy. Candidate.close calls it."""
         if self._candidates.get(candidate.duty) is candidate:
             del self._candidates[candidate.duty]
-            if candidate.leads:
-                candidate.set_leads(False)
+            if candidate.term:
+                mine = LeaderEntry(candidate.who, candidate.term)
+                candidate.set_term(0)
                 key = self._full(candidate.key)
-                await self._quietly(self._delete_own(key, candidate.who.encode()))
+                await self._quietly(self._delete_own(key, msgspec.json.encode(mine)))
+
+    async def stand(self) -> None:
+        """Look at all duties now. Raises RegistryError. LeaderCandidate.depose calls it."""
+        await self._calling(self._register())
 
     # Inside
 
@@ -407,17 +453,6 @@ class EtcdRegistry:
                     self._patient_until_s = now_s + 2 * self.ttl_s
             await asyncio.sleep(pause_s)
 
-    def _holds_until(self, until_s: float) -> None:
-        """The lease lasts at least until then; give up the duties at that time."""
-        self._until_s = until_s
-        if self._lapse is not None:
-            self._lapse.cancel()
-        self._lapse = asyncio.get_running_loop().call_at(until_s, self._give_up)
-
-    def _give_up(self) -> None:
-        for candidate in self._candidates.values():
-            candidate.set_leads(False)
-
     async def _renew(self) -> None:
         async with self._busy:
             if self._lease is None:
@@ -426,13 +461,10 @@ class EtcdRegistry:
                 else:
                     await self._client.get(b"moonserve")  # only to see whether etcd answers
                 return
-            sent_s = asyncio.get_running_loop().time()
             reply = await self._client.refresh_lease(self._lease)
             if reply is None or reply.TTL <= 0:
                 log.info("registry: the lease of this process has ended; registering again")
                 self._lease = None
-            else:
-                self._holds_until(sent_s + reply.TTL)
             await self._hold()
 
     async def _register(self) -> None:
@@ -442,11 +474,9 @@ class EtcdRegistry:
     async def _hold(self) -> None:
         """Take a lease if there is none, put all entries under it, and take free duties."""
         if self._lease is None:
-            sent_s = asyncio.get_running_loop().time()
             lease = await self._client.lease(round(self.ttl_s))
             self._lease = lease.id
             self._put = {}
-            self._holds_until(sent_s + lease.ttl)
         for key, value in list(self._entries.items()):
             if self._put.get(key) != value:
                 await self._client.put(self._full(key), value, lease=self._lease)
@@ -455,15 +485,46 @@ class EtcdRegistry:
             await self._stand(candidate)
 
     async def _stand(self, candidate: LeaderCandidate) -> None:
-        """Take the duty if no process has it."""
-        key = self._full(candidate.key)
+        """Take the duty if no process has it, keep it, or learn that another one has it."""
+        key, term_key = self._full(candidate.key), self._full(candidate.term_key)
         of = self._client.transactions
-        put = of.put(key, candidate.who.encode(), lease=self._lease)
-        taken, replies = await self._client.transaction([of.create(key) == 0], [put], [of.get(key)])
-        mine = taken or any(entry.lease == self._lease for _, entry in replies[0])
-        in_time = asyncio.get_running_loop().time() < self._until_s
-        if self._candidates.get(candidate.duty) is candidate:
-            candidate.set_leads(mine and in_time)
+        _, (held, kept) = await self._client.transaction([], [of.get(key), of.get(term_key)], [])
+        highest = _term_of(kept[0][0]) if kept else 0
+        found = LeaderEntry("", 0)
+        is_mine = False
+        if held:
+            found = leader_of(held[0][0])
+            is_mine = held[0][1].lease == self._lease and found.name == candidate.who
+        if max(found.term, highest) > candidate.term and not is_mine:
+            candidate.set_term(0)  # another one had it since
+        if is_mine or not self._may_take(candidate, found):
+            if self._candidates.get(candidate.duty) is candidate:
+                candidate.set_term(found.term if is_mine else candidate.term)
+            return
+        term = candidate.term or max(highest + 1, found.term + 1, time.time_ns() // 1_000)
+        unchanged = [
+            of.mod(key) == (held[0][1].mod_revision if held else 0),
+            of.mod(term_key) == (kept[0][1].mod_revision if kept else 0),
+        ]
+        value = msgspec.json.encode(LeaderEntry(candidate.who, term))
+        puts = [of.put(key, value, lease=self._lease), of.put(term_key, str(term).encode())]
+        taken, _ = await self._client.transaction(unchanged, puts, [])
+        if taken and self._candidates.get(candidate.duty) is candidate:
+            candidate.free_since_s = None
+            candidate.set_term(term)
+
+    def _may_take(self, candidate: LeaderCandidate, found: LeaderEntry) -> bool:
+        """Whether a candidate may take the duty now. found: who has it; term 0: nobody."""
+        if candidate.term:
+            return True  # it has it, and its entry is lost
+        if found.term:
+            candidate.free_since_s = None
+            return found.term == candidate.deposes
+        now_s = asyncio.get_running_loop().time()
+        if candidate.free_since_s is None:
+            candidate.free_since_s = now_s
+        is_known_lost = bool(candidate.deposes)
+        return is_known_lost or now_s - candidate.free_since_s >= candidate.patience_s
 
     def _connect(self) -> Any:
         hosts = self._address.hosts
@@ -514,6 +575,11 @@ class EtcdRegistry:
 
     def _full(self, key: str) -> bytes:
         return (self._address.root + key).encode()
+
+
+def _term_of(value: bytes) -> int:
+    """The highest term so far; a value that is none is as if it were absent."""
+    return int(value) if value.isdigit() else 0
 
 
 def _encrypt(client: Any, target: str, files: TlsFiles) -> None:

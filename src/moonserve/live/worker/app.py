@@ -30,12 +30,13 @@ from moonserve.live.http.message import (
     error_response,
     json_response,
 )
-from moonserve.live.http.server import App, Reply
+from moonserve.live.http.server import App, Handler, Reply
 from moonserve.live.openai import headers
 from moonserve.live.openai.reply import event, reply_head
 from moonserve.live.openai.text import TextStream
 from moonserve.live.text.tokenizer import Tokenizer
 from moonserve.live.text.tools import Detokenizer
+from moonserve.live.worker.fence import Fence, TermIsOver
 from moonserve.live.worker.job import Job
 from moonserve.live.worker.parts import Fetch
 from moonserve.live.worker.runner import Runner
@@ -63,10 +64,12 @@ class WorkerApp:
         info: InstanceInfo,
         tokenizer: Tokenizer | None = None,
         guard: Guard | None = None,
+        fence: Fence | None = None,
     ) -> None:
         """info: its `url` may be set later, before the first hand-over; guard: None lets every
-        client in.
+        client in. fence: None: no Conductor reports its term to this worker.
         """
+        self._fence = fence or Fence()
         self._runner = runner
         self._metrics = bench.metrics
         self._shape = bench.shape
@@ -80,8 +83,8 @@ class WorkerApp:
         """The routes."""
         return App(
             {
-                ("POST", "/v1/completions"): self._completions,
-                ("POST", "/internal/prefetch"): self._prefetch,
+                ("POST", "/v1/completions"): self._fenced(self._completions),
+                ("POST", "/internal/prefetch"): self._fenced(self._prefetch),
                 ("POST", "/internal/chain"): self._chain,
                 ("GET", "/v1/models"): self._models,
                 ("GET", "/health"): self._health,
@@ -92,6 +95,19 @@ class WorkerApp:
             gate=self._guard,
             name=f"worker {self.info.id}",
         )
+
+    def _fenced(self, handler: Handler) -> Handler:
+        """The handler, for calls of the present term only."""
+
+        async def fenced(request: HttpRequest) -> Reply:
+            try:
+                self._fence.check(request.headers)
+            except TermIsOver as error:
+                term = {headers.TERM: str(self._fence.term)}
+                return json_response(error_reply(error), error.status, term)
+            return await handler(request)
+
+        return fenced
 
     async def _completions(self, request: HttpRequest) -> Reply:
         body = decode_json(await request.body(), CompletionBody)

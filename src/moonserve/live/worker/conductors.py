@@ -44,13 +44,16 @@ class Conductors:
         url: str,
         registry: Registry | None,
         times: BeatTimes = BeatTimes(),  # noqa: B008 - frozen
+        heard: Callable[[int], None] = lambda term: None,
     ) -> None:
-        """url: of the only one, if there is no registry."""
+        """url: of the only one, if there is no registry. heard: called with the term of a Conductor
+        that leads."""
+        self._heard = heard
         self._times = times
         self._http = http
         self._token = token
         self._registry = registry
-        self._only = GatewayClient(http, url, token)
+        self._only = GatewayClient(http, url, token, heard)
         self._entry: Registration | None = None
         self._moving: asyncio.Task[None] | None = None
         self._members: dict[ConductorEntry, GatewayMember] = {}
@@ -89,7 +92,10 @@ class Conductors:
         if self._tasks:
             return list(self._controls.values())
         found = decoded(await self._registry.read(CONDUCTORS), CONDUCTORS, ConductorEntry)
-        return [GatewayClient(self._http, entry.url, self._token) for entry in found.values()]
+        return [self._client(entry.url) for entry in found.values()]
+
+    def _client(self, url: str) -> GatewayClient:
+        return GatewayClient(self._http, url, self._token, self._heard)
 
     async def run(
         self, info: InstanceInfo, load: Callable[[], InstanceLoad], joined: Callable[[str], None]
@@ -129,7 +135,7 @@ class Conductors:
             for entry, member in self._members.items():
                 member.wanted = entry in found
             for entry in sorted(found - self._tasks.keys(), key=lambda it: it.name):
-                control = GatewayClient(self._http, entry.url, self._token)
+                control = self._client(entry.url)
                 member = GatewayMember(control, info, loads.of(entry), self._times)
                 self._controls[entry], self._members[entry] = control, member
                 self._tasks[entry] = asyncio.create_task(self._belong(entry, member, loads, joined))

@@ -15,8 +15,10 @@ import msgspec
 from moonserve.core.errors import ConfigError, MoonserveError, StoreError
 from moonserve.core.kv.facts import BlockEvent
 from moonserve.core.schedule.facts import InstanceInfo, InstanceLoad
+from moonserve.core.units import whole_number
 from moonserve.live.http.auth import bearer
 from moonserve.live.http.client import ClientResponse, HttpClient
+from moonserve.live.openai.headers import TERM
 from moonserve.live.rpc.joins import CONTENT_TYPE, BeatBody, LeaveBody
 
 log = logging.getLogger(__name__)
@@ -45,8 +47,16 @@ class BeatTimes(msgspec.Struct, frozen=True, kw_only=True):
 class GatewayClient:
     """Calls to one gateway's /internal."""
 
-    def __init__(self, http: HttpClient, url: str, token: str) -> None:
+    def __init__(
+        self,
+        http: HttpClient,
+        url: str,
+        token: str,
+        heard: Callable[[int], None] = lambda term: None,
+    ) -> None:
+        """heard: called with the term that the gateway's Conductor reports."""
         self._http = http
+        self._heard = heard
         self.url = url.rstrip("/")
         self._headers = {"content-type": CONTENT_TYPE} | bearer(token)
 
@@ -57,6 +67,8 @@ class GatewayClient:
         reply = await self._http.request(
             "POST", url, headers=self._headers, body=body, timeout_s=timeout_s
         )
+        if (term := whole_number(reply.headers.get(TERM, ""))) is not None:
+            self._heard(term)
         if reply.status == 401:
             raise ConfigError(
                 f"{self.url} does not accept this worker's token; set MOONSERVE_TOKEN to that of"
