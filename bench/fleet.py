@@ -244,15 +244,16 @@ class Site:
         return self.start(*argv, stdout=subprocess.DEVNULL), f"http://127.0.0.1:{port}"
 
 
-async def until_ready(urls: Sequence[str], count: int) -> None:
-    """Wait until all of them have all engines."""
+async def unready(urls: Sequence[str], count: int) -> str:
+    """Wait until all of them have all engines; why they have not. Empty: they have."""
     http, end_s = HttpClient(), time.monotonic() + READY_S
     headers = {"authorization": f"Bearer {TOKEN}"}
     for url in urls:
         found = 0
         while found < count:
             if time.monotonic() > end_s:
-                sys.exit(f"{url} has {found} of {count} engines after {READY_S:g} s")
+                await http.close()
+                return f"{url} has {found} of {count} engines after {READY_S:g} s"
             await asyncio.sleep(0.2)
             with contextlib.suppress(Exception):
                 reply = await http.request(
@@ -260,6 +261,7 @@ async def until_ready(urls: Sequence[str], count: int) -> None:
                 )
                 found = len(json.loads(reply.body)) if reply.status == 200 else 0
     await http.close()
+    return ""
 
 
 async def measure(args: argparse.Namespace, fronts: int, alone: bool) -> dict[str, float]:
@@ -277,7 +279,9 @@ async def measure(args: argparse.Namespace, fronts: int, alone: bool) -> dict[st
             where = at.removeprefix("http://")
             serving = [site.role("gateway", "--conductor", where) for _ in range(fronts)]
         urls = [url for _, url in serving]
-        await until_ready(urls, args.engines)
+        if why := await unready(urls, args.engines):
+            log = (folder / "log").read_text().splitlines()[-10:]
+            sys.exit("\n".join([why, *log]))
         pids = [process.pid for process, _ in serving]
 
         async def spent(secs: float, load: Load | None) -> tuple[float, float, float]:
