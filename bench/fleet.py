@@ -39,7 +39,8 @@ from typing import Any, NamedTuple
 
 from common import machine_line
 from gateway import cpu_us, free_port, text
-from moonserve.live.http.client import HttpClient, sse_events
+from moonserve.core.errors import DeadlineExceeded
+from moonserve.live.http.client import HttpClient, UpstreamError, sse_events
 from moonserve.live.http.message import HttpRequest, Response, StreamingResponse, json_response
 from moonserve.live.http.server import App, serve
 
@@ -244,24 +245,22 @@ class Site:
         return self.start(*argv, stdout=subprocess.DEVNULL), f"http://127.0.0.1:{port}"
 
 
-async def unready(urls: Sequence[str], count: int) -> str:
+async def unready(urls: Sequence[str]) -> str:
     """Wait until all of them have all engines; why they have not. Empty: they have."""
     http, end_s = HttpClient(), time.monotonic() + READY_S
-    headers = {"authorization": f"Bearer {TOKEN}"}
+    why = ""
     for url in urls:
-        found = 0
-        while found < count:
-            if time.monotonic() > end_s:
-                await http.close()
-                return f"{url} has {found} of {count} engines after {READY_S:g} s"
+        why = "it does not answer"
+        while why and time.monotonic() < end_s:
             await asyncio.sleep(0.2)
-            with contextlib.suppress(Exception):
-                reply = await http.request(
-                    "GET", url + "/api/instances", headers=headers, timeout_s=5
-                )
-                found = len(json.loads(reply.body)) if reply.status == 200 else 0
+            with contextlib.suppress(UpstreamError, DeadlineExceeded):
+                reply = await http.request("GET", url + "/ready", timeout_s=5)
+                why = "" if reply.status == 200 else reply.body.decode()
+        if why:
+            why = f"{url} is not ready after {READY_S:g} s: {why}"
+            break
     await http.close()
-    return ""
+    return why
 
 
 async def measure(args: argparse.Namespace, fronts: int, alone: bool) -> dict[str, float]:
@@ -279,7 +278,7 @@ async def measure(args: argparse.Namespace, fronts: int, alone: bool) -> dict[st
             where = at.removeprefix("http://")
             serving = [site.role("gateway", "--conductor", where) for _ in range(fronts)]
         urls = [url for _, url in serving]
-        if why := await unready(urls, args.engines):
+        if why := await unready(urls):
             log = (folder / "log").read_text().splitlines()[-10:]
             sys.exit("\n".join([why, *log]))
         pids = [process.pid for process, _ in serving]

@@ -29,6 +29,7 @@ from moonserve.core.schedule.facts import (
 )
 from moonserve.core.schedule.view import Promised
 from moonserve.core.units import RequestId, lease_of
+from moonserve.live.control.config import GatewayConfig
 from moonserve.live.control.loop import ConductorLoop
 from moonserve.live.fronts import wire
 from moonserve.live.fronts.counts import Family, lasting, summed
@@ -37,7 +38,9 @@ from moonserve.live.fronts.road import Road, road_of
 from moonserve.live.fronts.server import FrontServer
 from moonserve.live.http.client import HttpClient
 from moonserve.live.http.server import App, serve, serve_socket
+from moonserve.live.model.catalog import DEFAULT_MODEL
 from moonserve.live.ports import DriverFact
+from moonserve.live.process.fronts import FrontProcess
 from moonserve.live.rpc.connection import HEAD, HELLO, NOTICES, ConnectionLimits
 from moonserve.live.tls.authority import init
 from moonserve.live.tls.contexts import ServerTrust, Tls
@@ -217,6 +220,20 @@ def test_a_gateway_with_a_conductor_of_its_own_takes_no_fronts(tmp_path: Path) -
             await front.start(5)
         await front.leave()
         await other.stop(0)
+
+    run(use, tmp_path)
+
+
+@pytest.mark.model
+def test_a_front_for_another_model_is_told_so(tmp_path: Path) -> None:
+    """It ends with both models and leaves nothing at the Conductor."""
+
+    async def use(it: Site) -> None:
+        config = GatewayConfig(model=DEFAULT_MODEL, port=0, token=TOKEN, conductor=it.at.path)
+        why = f"model: is {DEFAULT_MODEL} here, but the Conductor at .* has workers of m: give both"
+        with pytest.raises(ConfigError, match=why):
+            await FrontProcess.start(config)
+        await until(lambda: it.server.fronts == 0)
 
     run(use, tmp_path)
 
