@@ -161,7 +161,7 @@ def _choose_prefill(field: _Field, policy: Policy, state: PolicyState, now_us: M
     estimate = field.estimate
     prefills = field.prefills
     if policy.prunes:
-        views = search.likely(estimate, prefills, KEPT, now_us)
+        views = search.likely(estimate, prefills, now_us)
     else:
         views = prefills.all()
     options = estimate.options(views, now_us)

@@ -21,22 +21,21 @@ from moonserve.core.units import Micros
 LOOKED = 16
 """Of instances that tie so many are compared, the first by InstanceView.order, beside the holders
 of the longest runs."""
+SHOWN = 8
+"""Of those that were priced so many are kept to be shown, beside those that are compared."""
 FEW = 16
 """Of so many instances all are priced."""
 _WINDOW = 48
 """Instances of which some may tie: if there are more, ties are sought by `order`."""
 _FIRST = 4
-"""Instances that are priced before the bound is looked at; then some at a time."""
-_STEP = 64
+"""Instances that are priced before the bound is looked at again; then twice as many, and so on."""
 _NEVER: Micros = 1 << 60
 
 
-def likely(
-    estimate: Estimate, prefills: Prefills, shown: int, now_us: Micros
-) -> Sequence[InstanceView]:
+def likely(estimate: Estimate, prefills: Prefills, now_us: Micros) -> Sequence[InstanceView]:
     """The instances that may win, come second, or be compared with the winner; in order of ids.
 
-    Among them are the `shown` ones with the lowest TTFT of those that were priced.
+    Among them are the SHOWN ones with the lowest TTFT of those that were priced.
     """
     if prefills.taking <= FEW:
         return prefills.all()
@@ -44,7 +43,7 @@ def likely(
     search.holders()
     search.soonest()
     search.ties()
-    return search.found(shown)
+    return search.found()
 
 
 class _Search:
@@ -87,24 +86,27 @@ class _Search:
 
     def holders(self) -> None:
         """Price those with the longest runs."""
-        rows = self.prefills.by_segment
+        by_segment = self.prefills.by_segment
+        rows: list[int] = []
         for segment in self.estimate.holders(self.cut):
-            self.price(rows.get(segment, ()))
+            rows += by_segment.get(segment, ())
+        self.price(rows)
 
     def soonest(self) -> None:
         """Price those that are ready so soon that they may be the best or the second."""
         ready = self.prefills.ready
         at = 0
         step = _FIRST
-        stop = len(ready.entries)
-        while at < stop and len(self.ttfts_us) < self.prefills.taking:
-            rows = [row_of(entry) for entry in ready.entries[at : min(at + step, stop)]]
-            self.price(rows)
-            at += step
-            step = _STEP
+        while len(self.ttfts_us) < self.prefills.taking:
+            stop = len(ready.entries)
             if self.second_us < _NEVER:
                 wait_us = self.second_us - self.least_us  # it may not be ready as late as this
                 stop = ready.until(self.now_us + wait_us - 1) if wait_us > 0 else 0
+            if at >= stop:
+                break
+            self.price([row_of(entry) for entry in ready.entries[at : min(at + step, stop)]])
+            at += step
+            step *= 2
 
     def ties(self) -> None:
         """Price those that may tie with the best: all, or the first by `order`."""
@@ -157,17 +159,17 @@ class _Search:
         held = self.estimate.own_blocks
         return [row for row in self.ties_of(rows) if held(self.views[row]) <= self.cut]
 
-    def found(self, shown: int) -> Sequence[InstanceView]:
+    def found(self) -> Sequence[InstanceView]:
         """All that matter of those that were priced."""
         views = self.views
         ttfts_us = self.ttfts_us
         rows = list(ttfts_us)
-        if len(rows) > 2 * shown:
+        if len(rows) > SHOWN:
             ties = self.ties_of(rows)
             ties.sort(key=lambda row: (views[row].order, row))
             others = self.others(ties)
             rows.sort(key=lambda row: (ttfts_us[row], row))
             long = dict.fromkeys(others[LOOKED:])
-            keep = [*rows[:shown], *[row for row in ties if row not in long]]
+            keep = [*rows[:SHOWN], *[row for row in ties if row not in long]]
             rows = list(dict.fromkeys(keep))
         return [views[row] for row in sorted(rows)]
