@@ -371,9 +371,11 @@ def main() -> None:
         pythons = dict.fromkeys(FORMS, sys.executable)
     else:
         print(f"ours: {CORE.name}")
-    entries, queries, rounds = (20_000, 10, 1) if quick else (1_000_000, 100, 5)
-    for instances in (8, 64) if quick else (8, 64, 1_024, 4_096):
-        for setup in SETUPS:
+    entries, queries, rounds = (200_000, 40, 7) if forms else (1_000_000, 100, 5)
+    if quick:
+        entries, queries, rounds = 20_000, 10, 1
+    for instances in (8, 64) if quick else (8, 64, 1_024) if forms else (8, 64, 1_024, 4_096):
+        for setup in ("half", "own") if forms else SETUPS:
             bench(pythons, (instances, entries, queries, setup), rounds)
 
 

@@ -15,11 +15,16 @@ import hashlib
 import json
 import os
 import sys
-import sysconfig
 import warnings
 from collections.abc import Sequence
 from importlib.abc import MetaPathFinder
-from importlib.machinery import SOURCE_SUFFIXES, FileFinder, ModuleSpec, SourceFileLoader
+from importlib.machinery import (
+    EXTENSION_SUFFIXES,
+    SOURCE_SUFFIXES,
+    FileFinder,
+    ModuleSpec,
+    SourceFileLoader,
+)
 from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
@@ -72,7 +77,7 @@ def digests(package: Path) -> dict[str, str]:
 
 def look(package: Path) -> Core:
     """The form that could run: compiled, if everything compiled belongs to the source of now."""
-    if not (package / f"{LIBRARY}{sysconfig.get_config_var('EXT_SUFFIX')}").exists():
+    if not (package / f"{LIBRARY}{EXTENSION_SUFFIXES[0]}").exists():
         return Core(False, "it is not compiled for this Python")
     try:
         known = json.loads((package / MANIFEST).read_bytes())
