@@ -17,6 +17,7 @@ from moonserve.live.control import control
 from moonserve.live.control.config import GatewayConfig
 from moonserve.live.external.spec import InstanceSpec
 from moonserve.live.http.client import ClientResponse, HttpClient
+from moonserve.live.process.fronts import ConductorProcess
 from moonserve.live.process.gateway import Gateway
 from moonserve.live.registry.entries import ENGINES
 from tests.support.engines import QUICK, Engine
@@ -69,10 +70,15 @@ class Client:
 
 @contextlib.asynccontextmanager
 async def site(
-    *engines: Engine, specs: bool = True, registry: str = "", down: str = "", ready_s: float = 60.0
+    *engines: Engine,
+    specs: bool = True,
+    registry: str = "",
+    down: str = "",
+    ready_s: float = 60.0,
+    alone: bool = False,
 ) -> AsyncIterator[Client]:
     """A gateway with these engines; specs False: none is described at the start. down: the name of
-    one that is described and does not answer."""
+    one that is described and does not answer. alone: a Conductor alone, which may be a standby."""
     async with asyncio.timeout(60), contextlib.AsyncExitStack() as stack:
         for engine in engines:
             await engine.start()
@@ -81,7 +87,12 @@ async def site(
         if down:
             named.append(InstanceSpec(name=down, url="http://127.0.0.1:9", events="off"))
         config = GatewayConfig(model="", port=0, token="t0ken", registry=registry, ready_s=ready_s)
-        gateway = await Gateway.start(config, named if specs else [], QUICK)
+        described = named if specs else []
+        gateway: Gateway | ConductorProcess
+        if alone:
+            gateway = await ConductorProcess.start(config, described)
+        else:
+            gateway = await Gateway.start(config, described, QUICK)
         stack.push_async_callback(gateway.stop, 0)
         http = HttpClient()
         stack.push_async_callback(http.close)
@@ -183,9 +194,10 @@ def test_engines_are_described_and_let_go_over_http() -> None:
     asyncio.run(body())
 
 
-def test_with_a_registry_all_gateways_are_told_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_with_a_registry_all_conductors_are_told_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """POST puts an engine there as `moonserve register` does, for whoever comes later too; DELETE
-    at any gateway takes it away from all. What cannot be used is refused, and not there."""
+    at any Conductor takes it away from all, standbys included. What cannot be used is refused, and
+    not there."""
     shared = Shared()
 
     async def open_one(*_: object) -> MemoryRegistry:
@@ -196,8 +208,12 @@ def test_with_a_registry_all_gateways_are_told_by_one(monkeypatch: pytest.Monkey
     async def body() -> None:
         fake = Engine("a")
         async with contextlib.AsyncExitStack() as stack:
-            one = await stack.enter_async_context(site(fake, specs=False, registry="etcd://x"))
-            other = await stack.enter_async_context(site(specs=False, registry="etcd://x"))
+            one = await stack.enter_async_context(
+                site(fake, specs=False, registry="etcd://x", alone=True)
+            )
+            other = await stack.enter_async_context(
+                site(specs=False, registry="etcd://x", alone=True)
+            )
             spec = {"name": "a", "url": fake.url, "events": "off"}
             for changed in (["a"], []):
                 reply = await one.call("POST", "/api/instances", [spec])
@@ -205,7 +221,9 @@ def test_with_a_registry_all_gateways_are_told_by_one(monkeypatch: pytest.Monkey
                 assert [row["id"] for row in await one.get("/api/instances")] == ["a"]
             entry = msgspec.json.decode(shared.entries[ENGINES + "a"], type=InstanceSpec)
             assert entry == InstanceSpec(name="a", url=fake.url, events="off")
-            late = await stack.enter_async_context(site(specs=False, registry="etcd://x"))
+            late = await stack.enter_async_context(
+                site(specs=False, registry="etcd://x", alone=True)
+            )
             for it in (one, other, late):
                 await it.up("a")
                 (row,) = await it.get("/api/instances")
