@@ -16,6 +16,7 @@ prefill will end.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import itemgetter
 
 from moonserve.core.kv.facts import OfBlocks
 from moonserve.core.request import Request, Slo
@@ -23,7 +24,7 @@ from moonserve.core.schedule.actions import Decision, Reason, Refuse
 from moonserve.core.schedule.adoption import StepFact
 from moonserve.core.schedule.cost import KNOWN_FROM
 from moonserve.core.schedule.decide import Verdict
-from moonserve.core.schedule.decode_forecast import DecodeForecast, grown_us
+from moonserve.core.schedule.decode_forecast import GROWTH, DecodeForecast
 from moonserve.core.schedule.facts import Arrived
 from moonserve.core.schedule.forecast import place_us
 from moonserve.core.schedule.handoff import Handoff
@@ -33,6 +34,8 @@ from moonserve.core.schedule.tuning import Tuning
 from moonserve.core.schedule.view import ClusterView, InstanceView
 from moonserve.core.schedule.waiting import Waiter, WaitingRoom
 from moonserve.core.units import MICROS_PER_SECOND, Micros, Tokens
+
+_LEAST = itemgetter(0, 1, 2)
 
 
 def refuses_ttft(tuning: Tuning, priority: int) -> bool:
@@ -227,10 +230,12 @@ class DecodeEntry:
         if mode == "none" or over_us <= 0:
             return view, None
         if mode == "predictive":
-            over = [(_over_us(it, context, residency, slo), it.decodes, it.used) for it in others]
-            least = min(range(len(over)), key=over.__getitem__)
-            if over[least][0] <= 0 and others[least].has_slot(context):
-                return others[least], None
+            rows = [(_over_us(it, context, residency, slo), it) for it in others]
+            room = [(us, it.decodes, it.used, it) for us, it in rows if us <= 0]
+            if room:
+                least = min(room, key=_LEAST)[-1]
+                if least.has_slot(context):
+                    return least, None
         tbt_us = _joined_us(view, context, residency)
         why = misses("TBT", tbt_us, tbt_us - over_us)
         if full:
@@ -264,16 +269,27 @@ class DecodeEntry:
 
 
 def _joined_us(view: InstanceView, context: Tokens, residency: Residency) -> Micros:
-    """The time between tokens of one that joins now; with all places taken, until one is free."""
-    tbt_us = grown_us(view, context)
+    """The time between tokens of one that joins now; with all places taken, until one is free.
+
+    A request that waits asks for each instance in each step: so what InstanceView.tbt_now_us and
+    grown_us compute is written out.
+    """
+    load = view.residencies
+    external = load.external
+    base, per_seq, per_context = view.cost.step_us
+    there = len(load.active) + external.running + 1
+    held = load.context + external.context + context
+    tbt_us = round(GROWTH * round(max(1.0, base + per_seq * there + per_context * held)))
     seqs = view.info.max_seqs
-    there = len(view.residencies.active) + view.residencies.external.running
-    behind = max(0, there + 1 - seqs)
-    return tbt_us + round(behind * place_us(residency, tbt_us, seqs))
+    if there > seqs:
+        tbt_us += round((there - seqs) * place_us(residency, tbt_us, seqs))
+    return tbt_us
 
 
 def _over_us(view: InstanceView, context: Tokens, residency: Residency, slo: Slo) -> Micros:
     """By how much one that joins now would miss the tightest goal there, its own included."""
-    tbt_us = _joined_us(view, context, residency)
-    goals_us = [us for us in (slo.tbt_us, view.strictest_us()) if us is not None]
-    return tbt_us - min(goals_us, default=tbt_us)
+    own_us = slo.tbt_us
+    goal_us = view.strictest_us()
+    if own_us is not None and (goal_us is None or own_us < goal_us):
+        goal_us = own_us
+    return 0 if goal_us is None else _joined_us(view, context, residency) - goal_us
