@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -57,6 +57,32 @@ def test_the_highest_speed_is_found_from_any_guess(guess: float) -> None:
     assert found.missed.speed == 1.4
     assert len(asked) <= 24
     assert len(set(asked)) == len(asked)
+
+
+@pytest.mark.parametrize("guess", [0.01, 1.35, 9.0])
+def test_what_may_come_next_changes_no_answer(guess: float) -> None:
+    """The speed that is asked for is the first of those that were named just before."""
+    at, asked = stand_in(lambda speed: speed <= 1.36)
+    plain = max_speed(at, 0.99, guess)
+    named: list[float] = []
+    assert max_speed(at, 0.99, guess, ahead=named.extend) == plain
+    assert max(named) <= MOST
+    assert len(set(asked) & set(named)) > len(asked) / 2
+
+
+def test_a_search_side_by_side_finds_the_same() -> None:
+    """Simulations that were not needed change no split, and each call gives what it gives alone."""
+    chat = synthesize(5, 60, 4.0, block_size=512)
+    groups: list[int] = []
+
+    def several(calls: Sequence[Callable[[], Try]]) -> list[Try]:
+        groups.append(len(calls))
+        return [call() for call in reversed(calls)][::-1]
+
+    assert plan(chat, SETUP, 3, tolerance=0.25, several=several) == plan(
+        chat, SETUP, 3, tolerance=0.25
+    )
+    assert 2 in groups
 
 
 def test_a_narrow_dip_is_walked_through() -> None:

@@ -5,6 +5,8 @@ A thin layer over sim/plan; no other module imports it.
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,10 +15,10 @@ import click
 
 from moonserve.cli.output import input_path, json_option, print_json
 from moonserve.cli.simulated import simulated
-from moonserve.core.errors import ConfigError
+from moonserve.core.errors import ConfigError, MoonserveError
 
 if TYPE_CHECKING:
-    from moonserve.sim.plan import Split
+    from moonserve.sim.plan import Split, Try
     from moonserve.sim.trace import Trace
 
 _option = partial(click.option, show_default=True)
@@ -50,6 +52,9 @@ _option = partial(click.option, show_default=True)
     metavar="X",
     help="Speeds are tried in steps of this.",
 )
+@click.option(
+    "-j", "--jobs", type=click.IntRange(min=1), help="How many run at a time.  [default: all cores]"
+)
 @json_option
 def plan(
     trace: Path,
@@ -58,6 +63,7 @@ def plan(
     nodes: int,
     attainment: float,
     tolerance: float,
+    jobs: int | None,
     as_json: bool,
     **settings: str | int | None,
 ) -> None:
@@ -87,7 +93,9 @@ def plan(
     def tell(split: Split) -> None:
         click.echo(_line(split), err=True)
 
-    splits = search(read, setup, nodes, attainment, tolerance, tell)
+    at_once = jobs or os.cpu_count() or 1
+    several = partial(_side_by_side, at_once) if at_once > 1 else None
+    splits = search(read, setup, nodes, attainment, tolerance, tell, several)
     best = splits[0]
     if as_json:
         asked = {"trace": read.name, **settings, **goals, "nodes": nodes, "attainment": attainment}
@@ -95,6 +103,20 @@ def plan(
         print_json({**asked, **found})
     else:
         click.echo(_verdict(read, best))
+
+
+def _side_by_side(at_once: int, calls: Sequence[Callable[[], Try]]) -> list[Try]:
+    """Run simulations in processes of their own; each takes longer than its process to start."""
+    from moonserve.cli.jobs import Failed, run_jobs
+
+    if len(calls) == 1:
+        return [calls[0]()]
+    found: dict[int, Try] = {}
+    for at, outcome in run_jobs(calls, at_once):
+        if isinstance(outcome, Failed):
+            raise MoonserveError(f"a simulation failed: {outcome.reason}")
+        found[at] = outcome
+    return [found[at] for at in range(len(calls))]
 
 
 def _rps(trace: Trace, split: Split) -> float | None:

@@ -7,7 +7,8 @@ simulation: fluid ones, and one queue before an ideal shared pool.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from heapq import heapify, heapreplace
 from typing import Literal, TypeAlias
 
@@ -42,6 +43,16 @@ class Try(msgspec.Struct, frozen=True):
     """The share of requests that had arrived when the run was left."""
 
 
+Several: TypeAlias = Callable[[Sequence[Callable[[], Try]]], list[Try]]
+"""Runs simulations, perhaps side by side in processes of their own, and returns their results in
+order."""
+
+
+def one_by_one(calls: Sequence[Callable[[], Try]]) -> list[Try]:
+    """Run simulations in this process."""
+    return [call() for call in calls]
+
+
 class Trials(msgspec.Struct, eq=False):
     """One setup and trace at any speed; each speed is simulated once.
 
@@ -58,10 +69,18 @@ class Trials(msgspec.Struct, eq=False):
     def __call__(self, speed: float) -> Try:
         """Simulate at that speed, or return the earlier result."""
         if speed not in self.tries:
-            self.tries[speed] = self._simulate(speed)
+            self.tries[speed] = self.simulate(speed)
         return self.tries[speed]
 
-    def _simulate(self, speed: float) -> Try:
+    def ahead(self, several: Several, speeds: Sequence[float]) -> None:
+        """Simulate at these speeds, side by side, since they may be asked for next."""
+        fresh = [speed for speed in dict.fromkeys(speeds) if speed not in self.tries]
+        alone = Trials(self.trace, self.setup, self.target, self.figure)
+        tried = several([partial(alone.simulate, speed) for speed in fresh])
+        self.tries.update(zip(fresh, tried, strict=True))
+
+    def simulate(self, speed: float) -> Try:
+        """Simulate at that speed, whatever was simulated before."""
         sim = Simulation(scale(self.trace, speed), self.setup)
         misses = Misses(sim)
         count = len(self.trace.rows)
@@ -156,6 +175,7 @@ def max_speed(
     guess: float,
     tolerance: float = 0.05,
     figure: Figure = "attainment",
+    ahead: Callable[[Sequence[float]], None] = lambda speeds: None,
 ) -> SpeedFound:
     """The highest multiple of `tolerance` at which the share `figure` is `target` or more.
 
@@ -163,8 +183,11 @@ def max_speed(
     bisects. Attainment need not fall steadily with speed, because a burst may fall differently. So
     the end of the bisection counts only if the next two steps miss as well; if one attains, the
     search goes on from there. A wider dip is not seen through: the answer is the speed where misses
-    begin.
+    begin. `ahead` is called with the speed that is asked for next, and one that may follow it.
     """
+
+    def soon(*steps: int) -> None:
+        ahead([round(step * tolerance, 9) for step in steps if step * tolerance <= MOST])
 
     def attains(step: int) -> bool:
         tried = at(round(step * tolerance, 9))
@@ -173,19 +196,24 @@ def max_speed(
 
     low = high = max(1, round(guess / tolerance))
     stride = 1
+    soon(high, high + 1)
     while attains(high):
         low = high
         high = high + stride
         stride = 2 * stride
         if high * tolerance > MOST:
             return SpeedFound(round(low * tolerance, 9), None)
+        soon(high, high + stride)
     while not attains(low):
         if low == 1:
             return SpeedFound(None, at(round(tolerance, 9)))
         low, high, stride = max(1, low - stride), low, 2 * stride
+        soon(low, max(1, low - stride))
     while high - low > 1:
         middle = (low + high) // 2
+        soon(middle, (middle + high) // 2)
         low, high = (middle, high) if attains(middle) else (low, middle)
+    soon(low + 1, low + 2)
     while attains(low + 1) or attains(low + 2):
         low += 1 if attains(low + 1) else 2
     return SpeedFound(round(low * tolerance, 9), at(round((low + 1) * tolerance, 9)))
@@ -293,12 +321,14 @@ def plan(
     target: float = 0.99,
     tolerance: float = 0.05,
     tell: Callable[[Split], None] = lambda split: None,
+    several: Several | None = None,
 ) -> list[Split]:
     """The best split first, then those it was compared with, in the order of the search.
 
     The search begins where the fluid bounds of prefill and decode are nearest to each other. It
     moves to a neighbour as long as that one is faster; one simulation shows whether it is. More
-    prefill means less decode, so there is one peak, apart from noise.
+    prefill means less decode, so there is one peak, apart from noise. several: where simulations
+    run side by side, also those that may not be needed; None: they run one by one.
     """
 
     def made(prefill: int) -> Setup:
@@ -311,15 +341,20 @@ def plan(
         fluid = bounds(prefill)
         trials = Trials(trace, made(prefill), target)
         not_above = None
+
+        def ahead(speeds: Sequence[float]) -> None:
+            if several is not None:
+                trials.ahead(several, speeds)
+
         if to_beat is None:
-            found = max_speed(trials, target, min(fluid), tolerance)
+            found = max_speed(trials, target, min(fluid), tolerance, ahead=ahead)
         else:
             first = trials(to_beat + tolerance)
             if first.attainment < target:
                 found, not_above = SpeedFound(None, first), to_beat or None
             else:
-                found = max_speed(trials, target, to_beat + tolerance, tolerance)
-        binds = _binds(trace, made(prefill), target, found.missed)
+                found = max_speed(trials, target, to_beat + tolerance, tolerance, ahead=ahead)
+        binds = _binds(trace, made(prefill), target, found.missed, several or one_by_one)
         split = Split(prefill, nodes - prefill, found.speed, not_above, binds, *fluid, found.missed)
         tell(split)
         return split
@@ -339,19 +374,18 @@ def plan(
     return [best, *others]
 
 
-def _binds(trace: Trace, setup: Setup, target: float, missed: Try | None) -> Binds:
+def _binds(
+    trace: Trace, setup: Setup, target: float, missed: Try | None, several: Several
+) -> Binds:
     """TTFT and TBT do not show what limits: if decode is full, requests may wait before prefill."""
     if missed is None:
         return "nothing"
 
-    def served(more: Setup) -> tuple[float, float]:
-        tried = Trials(trace, more, target)(missed.speed)
-        return tried.seen, tried.attainment
-
-    base = missed.seen, missed.attainment
     replace = msgspec.structs.replace
-    by_prefill = max(base, served(replace(setup, prefill=setup.prefill + 1)))
-    by_decode = max(base, served(replace(setup, decode=setup.decode + 1)))
+    more = replace(setup, prefill=setup.prefill + 1), replace(setup, decode=setup.decode + 1)
+    tries = several([partial(Trials(trace, one, target).simulate, missed.speed) for one in more])
+    base = missed.seen, missed.attainment
+    by_prefill, by_decode = [max(base, (tried.seen, tried.attainment)) for tried in tries]
     if by_prefill == by_decode:
         return "neither" if by_prefill == base else "both"
     return "prefill" if by_prefill > by_decode else "decode"
