@@ -4,9 +4,9 @@
         [--only POLICY …]
 
 Each figure leaves NAME.json (what was measured), NAME.md (tables) and NAME.svg in docs/paper.
---only measures some policies again for `policies` and `goodput`, and keeps the others' figures.
---draw tabulates and draws anew what is measured already. --quick does everything on the first few
-hundred requests, to see that it runs.
+--only measures some policies again for `policies`, `goodput` and `shapes`, and keeps the others'
+figures. --draw tabulates and draws anew what is measured already. --quick does everything on the
+first few hundred requests, to see that it runs.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ FIGURES = {
     "table1": Figure("arXiv 2407.00079, Table 1: eviction policies", *caches.TABLE1),
     "policies": Figure("How fast each policy may be driven", *policies.SPEEDS),
     "goodput": Figure("Goodput under load", *policies.GOODPUT),
+    "shapes": Figure("Goodput on other shapes of load", *policies.OTHERS),
     "rejections": Figure("arXiv 2407.00079, Table 3: early rejection", *overload.REJECTIONS),
     "seesaw": Figure("arXiv 2407.00079, Fig. 9 and 10: the see-saw", *overload.SEESAW_FIGURE),
     "cpp": Figure("One prompt on several nodes (arXiv 2407.00079, section 5.1)", *cpp.ALONE),

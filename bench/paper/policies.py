@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
 from bench.paper.lab import Lab, Page
+from bench.paper.shapes import SHAPES, TUNED, at_load
 
 from moonserve.core.schedule.policies import POLICIES
 from moonserve.sim.axes import setup_of
@@ -193,20 +194,22 @@ ARMS: dict[str, dict[str, Any]] = {
 def goodput_of(path: Path, cells: Sequence[Cell]) -> list[tuple[float, float]]:
     """Shares of requests and of input tokens within the objectives, at each cell's speed."""
     trace = read_trace(path)
-    tokens = sum(row.input_tokens for row in trace.rows)
-    shares = []
-    for cell in cells:
-        sim = Simulation(scale(trace, cell.values["speed"]), cell.setup)
-        misses = Misses(sim)
+    return [in_time(scale(trace, cell.values["speed"]), cell.setup) for cell in cells]
 
-        def nothing_open(misses: Misses = misses) -> bool:
-            misses.look()
-            return misses.decided
 
-        sim.run(nothing_open)
+def in_time(trace: Trace, setup: Setup) -> tuple[float, float]:
+    """Shares of requests and of input tokens within the objectives."""
+    sim = Simulation(trace, setup)
+    misses = Misses(sim)
+
+    def nothing_open() -> bool:
         misses.look()
-        shares.append((1 - misses.any / len(trace.rows), 1 - misses.tokens / tokens))
-    return shares
+        return misses.decided
+
+    sim.run(nothing_open)
+    misses.look()
+    tokens = sum(row.input_tokens for row in trace.rows)
+    return 1 - misses.any / len(trace.rows), 1 - misses.tokens / tokens
 
 
 def measure_goodput(lab: Lab) -> Any:
@@ -290,5 +293,125 @@ def draw_goodput(found: Any) -> Any:
     return figure
 
 
+# Other shapes.
+
+
+SHAPE_LOADS = [1.4]
+SEEDS = [1, 2]
+SHAPE_ROWS = 1_500
+DULL = ("random", "round_robin", "least_loaded", "cache_aware", "alpha_beta", "vllm_cache_aware")
+"""Policies that are behind others here on the public traces, and one with the score of another."""
+
+
+def shape_of(name: str, policy: str, load: float, rows: int, split: str = "8+8") -> list[Any]:
+    """Shares of requests and of input tokens in time, by seed."""
+    shares = []
+    for seed in SEEDS:
+        objectives = {"split": split, "tbt_slo_ms": None, "admission": "ttft"}
+        trace = _loaded(name, seed, rows, load, split)
+        [cell] = grid({"trace": "-", "policy": policy, "speed": 1.0, **objectives})
+        shares.append(in_time(trace, cell.setup))
+    return shares
+
+
+@lru_cache(maxsize=4)
+def _loaded(name: str, seed: int, rows: int, load: float, split: str) -> Trace:
+    return at_load(name, seed, rows, load, setup_of({"split": split}))
+
+
+def measure_shapes(lab: Lab) -> Any:
+    policies = [policy for policy in lab.policies() if policy not in DULL]
+    rows = 200 if lab.quick else SHAPE_ROWS
+    keys = [(s, x, p) for s in SHAPES for x in lab.some(SHAPE_LOADS) for p in policies]
+    calls = [partial(shape_of, s, p, x, rows) for s, x, p in keys]
+    found = [
+        {"shape": s, "load": x, "policy": p, "shares": shares}
+        for (s, x, p), shares in zip(keys, lab.run(calls), strict=True)
+    ]
+    before = lab.before("shapes")
+    return {"rows": lab.with_others(before["rows"] if before else [], found)}
+
+
+def show_shapes(found: Any, page: Page) -> None:
+    page.say(
+        "Shares of all requests, and of all their input tokens, whose first token came in 30 s, in "
+        "percent: requests / tokens, each the mean of two seeds, and in brackets by how much the "
+        "two differ. 8 prefill + 8 decode nodes, profile a800-loaded, refused what would miss its "
+        f"TTFT; {SHAPE_ROWS} requests. The load is a multiple of what eight nodes can prefill with "
+        "every block at hand that anybody computed. The shapes stand in `bench/paper/shapes.py`. "
+        f"Rules were tuned on {', '.join(TUNED)} and on parts of the public traces; the others "
+        "only judge. Bold: the highest of a column."
+    )
+    shapes = [*TUNED, *(name for name in SHAPES if name not in TUNED)]
+    for load in sorted({row["load"] for row in found["rows"]}):
+        page.say(f"**Load {load:g}**")
+        cells = {
+            (row["policy"], row["shape"]): list(zip(*row["shares"], strict=True))
+            for row in found["rows"]
+            if row["load"] == load
+        }
+        policies = list(dict.fromkeys(policy for policy, _ in cells))
+        best = {
+            name: [max(_mean(cells[p, name][at]) for p in policies) for at in (0, 1)]
+            for name in shapes
+        }
+        table = [
+            [policy, *(_cell(cells[policy, name], best[name]) for name in shapes)]
+            for policy in policies
+        ]
+        heads = [f"{name} (tuned)" if name in TUNED else name for name in shapes]
+        page.table(["policy", *heads], table)
+
+
+def _mean(shares: Sequence[float]) -> float:
+    return sum(shares) / len(shares)
+
+
+def _cell(both: Sequence[Sequence[float]], best: Sequence[float]) -> str:
+    """Requests / tokens in percent, with the range over seeds."""
+    texts = []
+    for shares, most in zip(both, best, strict=True):
+        text = f"{100 * _mean(shares):.1f}"
+        if _mean(shares) == most:
+            text = f"**{text}**"
+        texts.append(f"{text} ({100 * (max(shares) - min(shares)):.1f})")
+    return " / ".join(texts)
+
+
+def draw_shapes(found: Any) -> Any:
+    import matplotlib.pyplot as plt
+
+    loads = sorted({row["load"] for row in found["rows"]})
+    figure, panels = plt.subplots(
+        len(loads), 2, figsize=(11, 5 * len(loads)), layout="constrained", squeeze=False
+    )
+    names = list(SHAPES)
+    colors = dict(zip(POLICIES, map(plt.get_cmap("tab20"), range(20)), strict=False))
+    for axes_row, load in zip(panels, loads, strict=True):
+        for axes, at, what in zip(axes_row, (0, 1), ("requests", "tokens"), strict=True):
+            for policy in dict.fromkeys(row["policy"] for row in found["rows"]):
+                shares = {
+                    row["shape"]: _mean([both[at] for both in row["shares"]])
+                    for row in found["rows"]
+                    if row["policy"] == policy and row["load"] == load
+                }
+                ours = policy == OURS
+                axes.plot(
+                    names,
+                    [shares[name] for name in names],
+                    marker="o" if ours else ".",
+                    ls="",
+                    ms=7 if ours else 5,
+                    color="#d62728" if ours else colors.get(policy, "black"),
+                    label=policy,
+                )
+            axes.set(ylim=(0, 1.03), title=f"share of {what} in time, load {load:g}")
+            axes.tick_params(axis="x", rotation=30)
+    handles, labels = panels[0][0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=5)
+    return figure
+
+
 SPEEDS = (measure_speeds, show_speeds, draw_speeds)
 GOODPUT = (measure_goodput, show_goodput, draw_goodput)
+OTHERS = (measure_shapes, show_shapes, draw_shapes)

@@ -7,12 +7,11 @@ from random import Random
 import msgspec
 import pytest
 
-from moonserve.core.kv.facts import BlocksStored
+from moonserve.core.kv.facts import BlocksRemoved, BlocksStored
 from moonserve.core.kv.keys import chain_keys
 from moonserve.core.request import Request, Slo
 from moonserve.core.schedule.actions import Action, Decode, GiveUp, Prefill, Refuse, Release
 from moonserve.core.schedule.conductor import Conductor
-from moonserve.core.schedule.cost import Cost
 from moonserve.core.schedule.facts import (
     Arrived,
     CallFailed,
@@ -423,21 +422,60 @@ def test_who_waited_for_decode_is_refused_for_it() -> None:
     assert refuse.why.endswith("decode had no room for it within the TBT objectives")
 
 
-@pytest.mark.parametrize(("leaves", "next_one"), [(False, "c"), (True, "b")])
-def test_what_came_lately_is_known_though_nobody_waited_since(leaves: bool, next_one: str) -> None:
-    """The largest are deferred when more came than can be done; a room that ended knows nothing."""
-    slow = Cost((0, 100_000, 0, 0, 100, 10, 1), (5, 0.005), learns=False)  # 0.1 s a token
-    c = Conductor(Tuning(policy="late_binding", admission="none"), cost_of=lambda _: slow)
-    c.step(0, [Joined(info("p0", "prefill")), Joined(info("d0", "decode"))])
-    c.step(1, [arrived("a", length=380)])
-    c.step(38_000_000, [ended("a")])
-    if leaves:
-        c.step(38_000_001, [Left(InstanceId("p0"), 1), Left(InstanceId("d0"), 1)])
-        c.step(38_000_002, [Joined(info("p0", "prefill", 2)), Joined(info("d0", "decode", 2))])
-    c.step(39_000_000, [arrived("z", length=10)])
-    urgent = arrived("b", Slo(ttft_us=44_000_000), length=390)  # must begin by 44 s
-    c.step(39_000_001, [urgent, arrived("c", Slo(ttft_us=90_000_000), length=50)])
-    assert prefills(c.step(40_000_000, [ended("z")])) == [(next_one, "p0")]
+def stored(name: str, blocks: int, instance: str = "p0") -> BlocksStored:
+    """An instance has the first blocks of a request's prompt."""
+    keys = tuple(arrived(name).keys[:blocks])
+    return BlocksStored(SegmentId(instance), keys, None, "dram", 1)
+
+
+def test_a_prefix_that_is_being_computed_is_not_computed_twice() -> None:
+    """A request waits for it though another instance is idle, if that makes it sooner."""
+    c = cluster("p0", "p1", "d0")
+    assert prefills(c.step(1, [arrived("a")])) == [("a", "p0")]
+    assert prefills(c.step(200, [arrived("a2")])) == []
+    assert prefills(c.step(201, [arrived("b")])) == [("b", "p1")]  # another may pass it
+    assert prefills(c.step(412, [stored("a", 10), ended("a")])) == [("a2", "p0")]
+
+
+def test_a_prefix_that_comes_too_late_is_computed_again() -> None:
+    """Waiting is worth it only where it saves more time than it takes, and no objective is lost."""
+    c = cluster("p0", "p1", "d0")
+    c.step(1, [arrived("a")])
+    assert prefills(c.step(2, [arrived("a2")])) == [("a2", "p1")]  # 409 us to wait, 400 saved
+    c = cluster("p0", "p1", "d0", slo=Slo(ttft_us=600))
+    c.step(1, [arrived("a")])
+    assert prefills(c.step(200, [arrived("a2")])) == [("a2", "p1")]  # less than the margin is left
+
+
+def test_a_prefix_that_came_meanwhile_makes_a_request_hopeful() -> None:
+    """It lacked a block that is stored now: it is not refused for the time it would have taken."""
+    for comes in (True, False):
+        c = cluster("p0", "d0", slo=Slo(ttft_us=500), admission="ttft")
+        c.step(1, [arrived("a")])
+        c.step(2, [arrived("a2")])  # its prefill of 410 us must begin by 92
+        c.step(90, [stored("a", 10)] if comes else [])
+        refused = [a.request for a in c.step(93, []) if isinstance(a, Refuse)]
+        assert refused == ([] if comes else ["a2"])
+        assert prefills(c.step(412, [ended("a")])) == ([("a2", "p0")] if comes else [])
+
+
+def test_a_prefix_that_came_meanwhile_makes_a_request_the_shortest() -> None:
+    """It passes one that took less time before the blocks were stored."""
+    c = cluster("p0", "d0")
+    c.step(1, [arrived("a")])
+    c.step(2, [arrived("b"), arrived("c", length=21)])
+    c.step(100, [stored("b", 10)])
+    assert prefills(c.step(411, [ended("a")])) == [("b", "p0")]
+
+
+def test_a_prefix_that_was_evicted_makes_a_request_wait_its_turn() -> None:
+    """It seemed the shortest; looked up again when it is chosen, it is not."""
+    c = cluster("p0", "d0")
+    c.step(0, [stored("b", 10)])
+    c.step(1, [arrived("a")])
+    c.step(2, [arrived("b"), arrived("c", length=21)])  # 10 us by what is cached, and 210
+    c.step(3, [BlocksRemoved(SegmentId("p0"), tuple(arrived("b").keys[:10]), "dram", 1)])
+    assert prefills(c.step(411, [ended("a")])) == [("c", "p0")]
 
 
 def test_one_that_has_waited_fills_decode_further() -> None:

@@ -6,17 +6,26 @@ from hypothesis import strategies as st
 
 from moonserve.core.request import Request
 from moonserve.core.schedule.waiting import PATIENCE_US, SHARE, Waiter, WaitingRoom
-from moonserve.core.units import RequestId
+from moonserve.core.units import BlockKey, RequestId
 
 S = 1_000_000
 IDLE = [0]
 
 
-def waiter(name: str, work_s: float, at_s: float = 0, goal_s: float | None = 30, priority: int = 0):  # type: ignore[no-untyped-def]
+def waiter(
+    name: str,
+    work_s: float,
+    at_s: float = 0,
+    goal_s: float | None = 30,
+    priority: int = 0,
+    tokens: int = 0,
+    lacks: str = "",
+) -> Waiter:
     """One that came at that time and wants its first token within the goal."""
     work_us, at_us = round(work_s * S), round(at_s * S)
     due_us = None if goal_s is None else at_us + round(goal_s * S) - work_us
-    return Waiter(RequestId(name), priority, at_us, work_us, due_us)
+    key = BlockKey(lacks.encode()) if lacks else None
+    return Waiter(RequestId(name), priority, at_us, work_us, due_us, tokens=tokens, lacks=key)
 
 
 def room_of(*waiters: Waiter) -> WaitingRoom:
@@ -35,6 +44,16 @@ def order_of(room: WaitingRoom, now_s: float = 0, free_us: list[int] = IDLE) -> 
         names.append(str(first.request))
     assert room.work_us == 0
     return names
+
+
+def kept_of(room: WaitingRoom) -> list[str]:
+    """Those that are not deferred at 0 s, by name: one server, served in order, none late."""
+    kept, now_us = [], 0
+    while (first := room.next(now_us, [now_us])) is not None and first.begin_us >= now_us:
+        room.went(first)
+        kept.append(str(first.request))
+        now_us += first.work_us
+    return sorted(kept)
 
 
 def test_the_shortest_goes_first_while_all_can_begin_in_time() -> None:
@@ -63,22 +82,35 @@ def test_priority_goes_first_and_is_deferred_last() -> None:
     assert order_of(room)[0] == "vip"
 
 
-def test_large_prompts_are_deferred_when_more_comes_than_can_be_done() -> None:
-    """The load of the window decides what is too large, once more waits than patience lasts for."""
-    urgent, small = waiter("urgent", 1.6, 119, goal_s=1.7), waiter("small", 0.5, 119)
-    for large_s, stay, first in ((0.1, 21, "urgent"), (1.5, 0, "urgent"), (1.5, 21, "small")):
-        room = WaitingRoom()
-        for at_s in range(119):  # beside the large ones 0.3 s of work a second
-            room.add(waiter(f"s{at_s}", 0.3, at_s))
-            room.add(waiter(f"l{at_s}", large_s, at_s))
-            room.remove(RequestId(f"s{at_s}"))
-            if at_s < 119 - stay:
-                room.remove(RequestId(f"l{at_s}"))
-        room.add(urgent)
-        room.add(small)
-        found = room.next(119 * S, [119 * S])
-        assert found is not None
-        assert found.request == first, (large_s, stay)
+def test_what_gives_way_takes_the_most_time_for_its_worth() -> None:
+    """Three of four fit. Of equal times the shortest prompt gives way; a long one that is mostly
+    cached stays where a shorter one that is not takes more time."""
+    fit = [waiter(f"w{i}", 9, tokens=10_000) for i in range(3)]
+    assert kept_of(room_of(*fit, waiter("few", 9, tokens=5_000))) == ["w0", "w1", "w2"]
+    assert kept_of(room_of(*fit, waiter("many", 9.5, tokens=30_000))) == ["many", "w0", "w1"]
+    assert kept_of(room_of(*fit, waiter("large", 12, tokens=10_000))) == ["w0", "w1", "w2"]
+
+
+def test_the_first_of_a_group_is_worth_what_all_of_it_are() -> None:
+    """A document of 14 s that four ask for is computed, where one that nobody shares is not."""
+    others = [waiter(f"w{i}", 5, tokens=10_000) for i in range(4)]
+    alone = [waiter(f"g{i}", 14, tokens=10_000) for i in range(4)]
+    assert kept_of(room_of(*alone, *others)) == ["w0", "w1", "w2", "w3"]
+    group = [waiter(f"g{i}", 14, tokens=10_000, lacks="doc") for i in range(4)]
+    room = room_of(*group, *others)
+    assert [w.request for w in room.lacking([BlockKey(b"doc")])] == ["g0", "g1", "g2", "g3"]
+    assert kept_of(room) == ["g0", "w0", "w1", "w2"]
+
+
+def test_a_request_that_takes_less_may_begin_later() -> None:
+    """What is known of its prefill changes, and with it the time by which it must begin."""
+    room = room_of(waiter("a", 20, lacks="x"))
+    assert [w.request for w in room.hopeless(11 * S)] == ["a"]
+    room.takes(RequestId("a"), 2 * S, None)
+    assert room.hopeless(11 * S) == []
+    assert room.first_due_us(11 * S) == 28 * S
+    assert room.work_us == 2 * S
+    assert room.lacking([BlockKey(b"x")]) == []
 
 
 def test_without_an_objective_patience_orders() -> None:
@@ -263,17 +295,6 @@ def test_one_server_meets_all_that_can_be_met_by_deferring_the_fewest(sizes: lis
             ahead += size
             best += 1
     assert in_time >= best - 1
-
-
-def test_one_who_came_long_ago_does_not_bend_the_load_window() -> None:
-    """It counts from when it was let in: the others are not too much for that."""
-    before = [waiter(f"r{at}", 0.5, at) for at in range(110)]
-    room = room_of(*before)
-    for one in before:
-        room.remove(one.request)
-    room.add(waiter("new", 1, 109))
-    room.add(waiter("old", 8, 10, goal_s=108))  # 64 s of work in 110 s; must begin by 110
-    assert order_of(room, 109) == ["old", "new"]
 
 
 def test_of_those_put_off_together_one_that_can_be_in_time_goes_first() -> None:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from heapq import heappop, heappush
 
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from moonserve.core.schedule.waiting import PATIENCE_US, SHARE, WINDOW_US, Waiter, WaitingRoom
-from moonserve.core.units import MICROS_PER_SECOND, Micros, RequestId
+from moonserve.core.schedule.waiting import SHARE, Waiter, WaitingRoom
+from moonserve.core.units import MICROS_PER_SECOND, BlockKey, Micros, RequestId
 
 S = MICROS_PER_SECOND
 MARGIN = 1 / 15
@@ -21,7 +21,8 @@ class PlainRoom:
 
     def __init__(self) -> None:
         self.waiting: list[Waiter] = []
-        self.arrivals: list[tuple[Micros, Micros]] = []
+        self.late: set[RequestId] = set()
+        """Requests that were late at some time: they are in no group."""
         self.crowded: set[RequestId] = set()
         self.owed_us = 0.0
         self.repays = False
@@ -30,15 +31,11 @@ class PlainRoom:
 
     def add(self, waiter: Waiter) -> None:
         self.waiting.append(waiter)
-        if not waiter.resumed:
-            last_us = self.arrivals[-1][0] if self.arrivals else 0
-            at_us = max(waiter.arrived_us, last_us)
-            self.arrivals.append((at_us, waiter.work_us))
-            self.arrivals = [it for it in self.arrivals if it[0] >= at_us - WINDOW_US]
 
     def parted(self, now_us: Micros) -> tuple[list[Waiter], list[Waiter]]:
         """The late ones and the timely ones, each in order."""
         gone = {w.request for w in self.waiting if w.begin_us < now_us and not w.resumed}
+        self.late |= gone
         late = [w for w in self.waiting if w.request in gone]
         timely = [w for w in self.waiting if w.request not in gone]
         late.sort(key=lambda w: (w.arrived_us, w.request))
@@ -88,31 +85,29 @@ class PlainRoom:
     def _stay(
         self, timely: Sequence[Waiter], now_us: Micros, free_us: Sequence[Micros]
     ) -> set[RequestId]:
-        limit_us = None
-        if sum(w.work_us for w in self.waiting) > PATIENCE_US * len(free_us) and self.arrivals:
-            span_us = max(WINDOW_US // 2, self.arrivals[-1][0] - self.arrivals[0][0])
-            excess_us = sum(us for _, us in self.arrivals) - len(free_us) * span_us
-            for work_us in sorted((us for _, us in self.arrivals), reverse=True):
-                if excess_us <= 0:
-                    break
-                excess_us -= work_us
-                limit_us = work_us
         stay: dict[RequestId, Micros] = {}
-        by_size: list[tuple[int, Micros, int, RequestId]] = []
+        by_cost: list[tuple[int, float, int, RequestId]] = []
         for at, w in enumerate(timely):
-            too_large = limit_us is not None and w.work_us >= limit_us
-            if too_large and w.priority <= 0 and not w.resumed:
-                continue
             room_us = capacity_us(now_us, safe_us(w, 1.0), free_us)
             ahead_us = sum(stay.values())
-            heappush(by_size, (w.priority, -w.work_us, -at, w.request))
+            heappush(by_cost, (w.priority, -self._cost(w), -at, w.request))
             stay[w.request] = w.work_us
             while ahead_us > room_us and not w.resumed:
-                largest = heappop(by_size)[-1]
-                ahead_us -= stay.pop(largest)
-                if largest == w.request:
+                dearest = heappop(by_cost)[-1]
+                ahead_us -= stay.pop(dearest)
+                if dearest == w.request:
                     break
         return set(stay)
+
+    def _cost(self, w: Waiter) -> float:
+        """Its time for its share of the requests plus its share of the tokens; the first of those
+        that lack its block has the shares of all of them."""
+        all_tokens = max(1, sum(it.tokens for it in self.waiting))
+        group = [it for it in self.waiting if it.lacks == w.lacks and it.request not in self.late]
+        if w.lacks is None or group[0] is not w:
+            group = [w]
+        tokens = sum(it.tokens for it in group)
+        return w.work_us / (len(group) / len(self.waiting) + tokens / all_tokens)
 
     def _shortest(
         self, kept: Sequence[Waiter], now_us: Micros, free_us: Sequence[Micros]
@@ -173,6 +168,8 @@ class RoomMachine(RuleBasedStateMachine):
         resumed=st.sampled_from([False, False, False, False, True]),
         tbt_us=st.sampled_from([None, 100_000, 200_000, 200_000]),
         tenant=st.sampled_from(["a", "a", "a", "b", "c"]),
+        tokens=st.integers(1, 9).map(lambda n: 1_000 * n),
+        lacks=st.sampled_from([None, None, BlockKey(b"x"), BlockKey(b"y")]),
     )
     def add(
         self,
@@ -182,6 +179,8 @@ class RoomMachine(RuleBasedStateMachine):
         resumed: bool,
         tbt_us: Micros | None,
         tenant: str,
+        tokens: int,
+        lacks: BlockKey | None,
     ) -> None:
         for work_us in works:
             due_us = None
@@ -196,6 +195,8 @@ class RoomMachine(RuleBasedStateMachine):
                 resumed,
                 tbt_us,
                 tenant,
+                tokens,
+                lacks,
             )
             self.count += 1
             self.room.add(waiter)
@@ -211,6 +212,23 @@ class RoomMachine(RuleBasedStateMachine):
         gone = self.plain.waiting.pop(pick % len(self.plain.waiting))
         assert self.room.remove(gone.request) == gone
         assert self.room.remove(gone.request) is None
+
+    @precondition(lambda self: self.plain.waiting)
+    @rule(
+        pick=st.integers(0, 99),
+        work_us=st.integers(1, 40).map(lambda tenths: tenths * S // 4),
+        lacks=st.sampled_from([None, BlockKey(b"x"), BlockKey(b"y")]),
+    )
+    def look_again(self, pick: int, work_us: Micros, lacks: BlockKey | None) -> None:
+        """A prefix came or went: it enters its group behind the others."""
+        old = self.plain.waiting[pick % len(self.plain.waiting)]
+        self.plain.parted(self.now_us)
+        assert self.room.everybody(self.now_us)
+        self.room.takes(old.request, work_us, lacks)
+        if (old.work_us, old.lacks) != (work_us, lacks):
+            self.plain.waiting.remove(old)
+            self.plain.waiting.append(old.taking(work_us, lacks))
+            self.plain.late.discard(old.request)
 
     @rule(
         free_us=st.lists(st.integers(-S, 8 * S), min_size=1, max_size=3),
@@ -244,8 +262,45 @@ class RoomMachine(RuleBasedStateMachine):
         due = [w.due_us for w in timely if w.due_us is not None and w.due_us >= self.now_us]
         assert self.room.first_due_us(self.now_us) == min(due, default=None)
         assert self.room.work_us == sum(w.work_us for w in self.plain.waiting)
+        for key in (BlockKey(b"x"), BlockKey(b"y")):
+            lack = [w for w in self.plain.waiting if w.lacks == key]
+            group = [w for w in lack if w.request not in self.plain.late]
+            assert self.room.lacking([key]) == group
         crowded = {w.request for w in self.plain.waiting if self.room.is_crowded(w.request)}
         assert crowded == self.plain.crowded & {w.request for w in self.plain.waiting}
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    works=st.lists(st.integers(1, 40), min_size=1, max_size=4),
+    others=st.lists(st.integers(1, 20), min_size=1, max_size=8),
+    lacks=st.sampled_from([None, BlockKey(b"x")]),
+)
+def test_the_deferred_wait_no_longer_than_their_share(
+    works: list[int], others: list[int], lacks: BlockKey | None
+) -> None:
+    """With W of deferred work before a request, its own included, it goes by the time that others
+    were given W / SHARE, whatever else keeps coming, and whatever that is worth."""
+    room = WaitingRoom()
+    for at, work in enumerate(works):  # they should have begun by 0 s, in this order
+        name = RequestId(f"d{at}")
+        room.add(Waiter(name, 0, at - 100, work * S, -1, tokens=1))
+    given_us = gone_us = came = 0
+    for at, work in enumerate(works):
+        while True:
+            own = others[came % len(others)] * S // 2
+            came += 1
+            rival = Waiter(RequestId(f"o{came}"), 0, 0, own, 1 << 60, tokens=9_000, lacks=lacks)
+            room.add(rival)
+            first = room.next(0, [0])
+            assert first is not None
+            room.went(first)
+            if first.request == f"d{at}":
+                break
+            assert first.request.startswith("o")
+            given_us += first.work_us
+        gone_us += work * S
+        assert given_us <= gone_us / SHARE + max(others) * S / 2
 
 
 TestWaitingLaw = RoomMachine.TestCase

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from moonserve.core.kv.facts import OfBlocks
+from moonserve.core.kv.facts import BlocksStored, OfBlocks
 from moonserve.core.kv.index import PendingPrefixes, PrefixIndex
 from moonserve.core.request import Request, Slo
 from moonserve.core.schedule import admission, connectors, groups
@@ -87,12 +87,17 @@ from moonserve.core.units import (
     InstanceId,
     Micros,
     RequestId,
+    SegmentId,
     Tokens,
 )
 
 if TYPE_CHECKING:
     from random import Random  # noqa: TID251 - for its type only
 
+WORTH = 0.1
+"""Late binding: a request waits for a prefix that saves it this share of its prefill."""
+MARGIN_US: Micros = MICROS_PER_SECOND
+"""Late binding: by so much a request that waits for a prefix must be in time."""
 PAUSE_US: Micros = MICROS_PER_SECOND
 """Between two calls of a request that has tokens and whose calls have failed too often."""
 
@@ -148,6 +153,8 @@ class Conductor:
         """Who has how many lives."""
         self._rooms: dict[str, WaitingRoom] = {}
         """Lives that wait for an instance to be free, by model served; with late binding."""
+        self._running = PendingPrefixes()
+        """What the prefills of bound lives compute, by instance; with late binding."""
         self._parked: dict[RequestId, Micros] = {}
         """Lives that wait for an instance to join, and since when."""
         self._paused: dict[RequestId, Micros] = {}
@@ -180,6 +187,8 @@ class Conductor:
                     self._arrive(request, keys, now_us)
                 case OfBlocks() | SpreadUpTo() | Leading():
                     self.hot.take(fact)
+                    if self._rooms and isinstance(fact, BlocksStored):
+                        self._reuse_more(fact.keys)
                 case Joined(info):
                     self._join(info, now_us)
                 case Beat():
@@ -507,6 +516,8 @@ class Conductor:
                 self._state = self._state.assigned(share.instance, now_us, share.work_us)
         self.index.touch(life.keys)
         self._promise_prefix(life, decision, infos[0])
+        if self._policy.late and not decision.stages:
+            self._running.promised(request.id, SegmentId(decision.prefill), life.keys)
         decode = self.view.instances[decision.decode]
         lag_us = decision.predicted_ttft_us - decision.waited_us
         self._promise_decode(life, decode, now_us, lag_us, decision.predicted_tbt_us)
@@ -553,6 +564,7 @@ class Conductor:
         life.shares = ()
         groups.release(self.view.instances, life.request.id, instances, now_us)
         self._pending.over(life.request.id)
+        self._running.over(life.request.id)
 
     def _end_stage(self, life: Handoff, fact: StageEnded, now_us: Micros) -> None:
         """An instance of a group is free for other requests."""
@@ -669,10 +681,54 @@ class Conductor:
             if last is life:
                 return
         slo = self._objectives.own(request)
-        pool = self.index.match(life.keys).pool
-        takes_us = groups.work_us(prefills, life.length, pool, slo, self.tuning)
+        takes_us, lacks = self._takes(life, prefills)
         came_us = now_us if life.leases else life.arrived_us
-        room.add(Waiter.of(request, slo, came_us, takes_us, bool(life.leases)))
+        room.add(Waiter.of(request, slo, came_us, takes_us, bool(life.leases), lacks))
+
+    def _takes(
+        self, life: Handoff, prefills: Sequence[InstanceView]
+    ) -> tuple[Micros, BlockKey | None]:
+        """The prefill time of a life that waits, and the first block of it that nobody has."""
+        there = self.index.match(life.keys).pool
+        lacks = life.keys[there] if there < len(life.keys) else None
+        slo = self._objectives.own(life.request)
+        return groups.work_us(prefills, life.length, there, slo, self.tuning), lacks
+
+    def _look_again(self, room: WaitingRoom, waiters: Iterable[Waiter]) -> bool:
+        """Look up what these lives take by now; whether one takes another time than was known."""
+        changed = False
+        for waiter in waiters:
+            life = self._lives[waiter.request]
+            prefills = self.view.prefills(life.request.model)
+            if prefills:
+                changed |= room.takes(waiter.request, *self._takes(life, prefills))
+        return changed
+
+    def _reuse_more(self, keys: Sequence[BlockKey]) -> None:
+        """Blocks were stored: waiting lives that lacked them take less time now."""
+        for room in self._rooms.values():
+            self._look_again(room, room.lacking(keys))
+
+    def _prefix_us(
+        self, waiter: Waiter, prefills: Sequence[InstanceView], now_us: Micros
+    ) -> Micros | None:
+        """When a life would be done if it waited for a prefix that an instance computes just now.
+
+        None: that saves it less than WORTH of its prefill, or it would not surely be in time.
+        """
+        life = self._lives[waiter.request]
+        slo = self._objectives.own(life.request)
+        ends_us = waiter.begin_us + waiter.work_us
+        for name, blocks in self._running.match(life.keys).items():
+            view = self.view.instances.get(InstanceId(name))
+            if view is None:
+                continue
+            rest_us = groups.work_us(prefills, life.length, blocks, slo, self.tuning)
+            takes_us = view.queue_us(now_us) + rest_us
+            saves = waiter.work_us - rest_us > WORTH * waiter.work_us
+            if saves and now_us + takes_us + MARGIN_US < ends_us:
+                return takes_us
+        return None
 
     def _bind(self, model: str, now_us: Micros) -> None:
         """Give waiting requests to instances that are, or are about to be, free."""
@@ -687,7 +743,14 @@ class Conductor:
             return
         ahead_us = self.tuning.bind_ahead_us
         held: set[RequestId] = set()
-        """Requests that only busy instances can take: others may pass them."""
+        """Requests that only busy instances can take, or that wait for a prefix: others may pass
+        them."""
+        known: set[RequestId] = set()
+        """Requests that were looked up again."""
+        now: set[RequestId] = set()
+        """Requests that do not wait for a prefix: nobody could go in their place."""
+        least: int | None = None
+        """The lowest priority that may pass those that wait for a prefix."""
         room.try_again()
         role = self.view.prefill_role(model)
         while len(room):
@@ -695,8 +758,12 @@ class Conductor:
             if not free:
                 return
             first = room.next(now_us, FreeTimes(prefills, now_us), held)
-            if first is None:
+            if first is None or (least is not None and first.priority < least):
                 return
+            if first.request not in known:  # since then blocks may have been evicted
+                known.add(first.request)
+                if self._look_again(room, [first]):
+                    continue
             life = self._lives[first.request]
             if not admission.fits(life.length, prefills, decodes):
                 room.remove(first.request)  # the instance that it waited for is gone
@@ -709,6 +776,17 @@ class Conductor:
                 free = [view for view in free if view in wanted]
             if not free:
                 held.add(first.request)
+                continue
+            comes_us = None if first.request in now else self._prefix_us(first, prefills, now_us)
+            if comes_us is not None:
+                other = room.next(now_us, FreeTimes(prefills, now_us), held | {first.request})
+                if other is None and comes_us < first.work_us:
+                    held.add(first.request)
+                elif other is not None and other.priority == first.priority:
+                    held.add(first.request)
+                    least = first.priority
+                else:
+                    now.add(first.request)
                 continue
             roles = self._roles(model, role.only(free, kept=True), fitting)
             verdict = self._decide_and_note(life, roles, now_us)
@@ -738,7 +816,18 @@ class Conductor:
         """Refuse waiting requests that can no longer meet their TTFT, where that refuses."""
         if not admission.refuses_some(self.tuning):
             return
-        for waiter in room.hopeless(now_us):
+        doomed = self._doomed(room, now_us)
+        self._look_again(room, doomed)
+        for waiter in self._doomed(room, now_us) if doomed else ():
             life = self._lives[waiter.request]
-            if not life.leases and admission.refuses_ttft(self.tuning, waiter.priority):
-                self._refuse(life, admission.too_late(waiter, room, servers, now_us), now_us)
+            self._refuse(life, admission.too_late(waiter, room, servers, now_us), now_us)
+
+    def _doomed(self, room: WaitingRoom, now_us: Micros) -> list[Waiter]:
+        """Waiting requests that can no longer meet their TTFT by what is known, and are refused for
+        it."""
+        return [
+            waiter
+            for waiter in room.hopeless(now_us)
+            if admission.refuses_ttft(self.tuning, waiter.priority)
+            and not self._lives[waiter.request].leases
+        ]

@@ -7,12 +7,13 @@ request takes from those behind it count beside its own TTFT, and more so as loa
 - Every request has a time by which its prefill must begin: its TTFT objective, less its own work
   (without an objective, PATIENCE_US). While all can begin in time, the shortest goes first, unless
   that could make an earlier one late. So all wait the fewest seconds together.
-- If they cannot all begin in time, the largest are deferred, as few as possible: the rule of Moore
-  and Hodgson ("An n job, one machine sequencing algorithm", 1968), with the time of several servers
-  taken as one fluid.
-- While more than PATIENCE_US of work waits for each instance, and more comes than they can do, all
-  requests above a size are deferred: the size that would bring the load of the last WINDOW_US back
-  to what they can do.
+- If they cannot all begin in time, those are deferred that take the most time for what they are
+  worth, until the others can: the rule of Moore and Hodgson ("An n job, one machine sequencing
+  algorithm", 1968) with weights, and with the time of several servers taken as one fluid. A request
+  is worth its share of the waiting requests plus its share of their tokens.
+- Requests that lack the same block next form a group. What the first of them computes, the others
+  reuse, so it is worth what all of them are. Else a document that many ask for would be deferred
+  again and again, because each request for it alone takes too long.
 - Deferred requests go when no other request waits, and else get SHARE of the prefill time, first
   come first served. That bounds their wait: a request with W seconds of deferred work before it,
   its own included, begins by the time that W / SHARE seconds of prefill were given to others.
@@ -25,18 +26,19 @@ Only the Conductor calls it.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Collection, Sequence
 from heapq import heapify, heappop, heappush
 from itertools import accumulate, chain, takewhile
 from operator import attrgetter
 
+import msgspec
+
 from moonserve.core.frozen import Frozen
 from moonserve.core.request import Request, Slo
-from moonserve.core.units import MICROS_PER_SECOND, Micros, RequestId
+from moonserve.core.units import MICROS_PER_SECOND, BlockKey, Micros, RequestId, Tokens
 
 PATIENCE_US: Micros = 30 * MICROS_PER_SECOND
-WINDOW_US: Micros = 120 * MICROS_PER_SECOND
 SHARE = 0.02
 _MARGIN = 1 / 15
 """The margin, as a share of PATIENCE_US or of the objective: predictions err."""
@@ -54,7 +56,7 @@ class Waiter(Frozen, frozen=True):
     priority: int
     arrived_us: Micros
     work_us: Micros
-    """Prefill time it will take, as predicted when it came."""
+    """Prefill time it will take, as predicted by what the pool has."""
     due_us: Micros | None
     """Its prefill must begin by then to meet its TTFT objective; None: it has none."""
     resumed: bool = False
@@ -62,10 +64,20 @@ class Waiter(Frozen, frozen=True):
     tbt_us: Micros | None = None
     """Its TBT objective."""
     tenant: str = ""
+    tokens: Tokens = 0
+    """Of its prompt."""
+    lacks: BlockKey | None = None
+    """The first block of its prompt that nobody has; None: all are there."""
 
     @classmethod
     def of(
-        cls, request: Request, slo: Slo, came_us: Micros, work_us: Micros, resumed: bool
+        cls,
+        request: Request,
+        slo: Slo,
+        came_us: Micros,
+        work_us: Micros,
+        resumed: bool,
+        lacks: BlockKey | None = None,
     ) -> Waiter:
         """A request that arrived at `came_us`. A resumed one has no TTFT objective: its client may
         have tokens already."""
@@ -79,7 +91,16 @@ class Waiter(Frozen, frozen=True):
             resumed,
             slo.tbt_us,
             request.party.name,
+            request.length,
+            lacks,
         )
+
+    def taking(self, work_us: Micros, lacks: BlockKey | None) -> Waiter:
+        """The same, now that its prefill takes another time."""
+        due_us = self.due_us
+        if due_us is not None:
+            due_us += self.work_us - work_us
+        return msgspec.structs.replace(self, work_us=work_us, due_us=due_us, lacks=lacks)
 
     @property
     def begin_us(self) -> Micros:
@@ -93,8 +114,8 @@ class _Entry:
     """A waiting request, with what choices read of it again and again."""
 
     __slots__ = (
-        "arrival", "arrived_us", "begin_us", "is_late", "number", "order", "priority", "request",
-        "resumed", "safe_us", "sure_us", "waiter", "work_us",
+        "arrival", "arrived_us", "begin_us", "is_late", "lacks", "number", "order", "priority",
+        "request", "resumed", "safe_us", "sure_us", "tokens", "waiter", "work_us",
     )  # fmt: skip
 
     def __init__(self, waiter: Waiter, number: int) -> None:
@@ -108,6 +129,9 @@ class _Entry:
         self.priority = waiter.priority
         self.resumed = waiter.resumed
         self.work_us = work_us
+        self.tokens = waiter.tokens
+        self.lacks = waiter.lacks
+        """Its group; None: it is in none."""
         self.begin_us = begin_us
         self.safe_us: Micros = begin_us - round(_MARGIN * allowed_us)
         """The time by which it should begin if predictions err by the margin."""
@@ -149,10 +173,7 @@ class _Capacity:
 
 
 class WaitingRoom:
-    """The requests of one model that wait for a prefill instance.
-
-    It is kept when no request waits: recent arrivals show how much is too much.
-    """
+    """The requests of one model that wait for a prefill instance."""
 
     def __init__(self) -> None:
         self._timely: list[_Entry] = []
@@ -165,13 +186,17 @@ class WaitingRoom:
         """How many ever came in."""
         self._parts_us: Micros | None = None
         """Until then no timely request is late; None: never."""
-        self._arrivals = _Arrivals()
+        self._groups: dict[BlockKey, dict[RequestId, _Entry]] = {}
+        """Timely requests by the block that they lack first. The first of a group computes what the
+        others reuse."""
         self._owed_us = 0.0
         """Prefill time that deferred requests may claim."""
         self._repays = False
         """Whether the request that `next` returned last is a deferred one."""
         self.work_us: Micros = 0
         """Prefill time of all that wait."""
+        self._tokens: Tokens = 0
+        """Of their prompts."""
         self._of: Counter[str] = Counter()
         """The number of waiting requests, by tenant."""
         self._goals: Counter[Micros | None] = Counter()
@@ -191,13 +216,19 @@ class WaitingRoom:
         """Add a request."""
         entry = _Entry(waiter, self._came)
         self._came += 1
+        self._enter(entry)
+
+    def _enter(self, entry: _Entry) -> None:
+        waiter = entry.waiter
         self._entries[entry.request] = entry
         insort(self._timely, entry, key=_ORDER)
         if not entry.resumed:
             begin_us = entry.begin_us
             self._parts_us = begin_us if self._parts_us is None else min(self._parts_us, begin_us)
-            self._arrivals.add(waiter)
+        if entry.lacks is not None:
+            self._groups.setdefault(entry.lacks, {})[entry.request] = entry
         self.work_us += entry.work_us
+        self._tokens += entry.tokens
         self._of[waiter.tenant] += 1
         self._goals[waiter.tbt_us] += 1
 
@@ -246,6 +277,8 @@ class WaitingRoom:
         else:
             del self._timely[bisect_left(self._timely, entry.order, key=_ORDER)]
         waiter = entry.waiter
+        self._ungroup(entry)
+        self._tokens -= entry.tokens
         self.work_us -= waiter.work_us
         self._of[waiter.tenant] -= 1
         if not self._of[waiter.tenant]:
@@ -254,6 +287,31 @@ class WaitingRoom:
         if not self._goals[waiter.tbt_us]:
             del self._goals[waiter.tbt_us]
         return waiter
+
+    def _ungroup(self, entry: _Entry) -> None:
+        if entry.lacks is not None:
+            group = self._groups[entry.lacks]
+            del group[entry.request]
+            if not group:
+                del self._groups[entry.lacks]
+
+    def lacking(self, keys: Sequence[BlockKey]) -> list[Waiter]:
+        """The requests that lack one of these blocks first."""
+        if not self._groups:
+            return []
+        groups = [self._groups[key] for key in keys if key in self._groups]
+        return [entry.waiter for group in groups for entry in group.values()]
+
+    def takes(self, request: RequestId, work_us: Micros, lacks: BlockKey | None) -> bool:
+        """The prefill of a request takes this time now, and lacks this block first; whether that is
+        new."""
+        waiter = self._entries[request].waiter
+        if (work_us, lacks) == (waiter.work_us, waiter.lacks):
+            return False
+        entry = _Entry(waiter.taking(work_us, lacks), self._entries[request].number)
+        self.remove(request)
+        self._enter(entry)
+        return True
 
     def gives_way(self, request: Request) -> RequestId:
         """The request that is one too many when this one arrives: of the lowest priority, the last
@@ -373,6 +431,8 @@ class WaitingRoom:
             if entry.begin_us >= now_us or entry.resumed:
                 stay.append(entry)
             else:
+                self._ungroup(entry)
+                entry.lacks = None
                 entry.is_late = True
                 insort(self._late, entry, key=_ARRIVAL)
         self._timely = stay
@@ -381,47 +441,45 @@ class WaitingRoom:
     def _defer(self, capacity: _Capacity) -> tuple[list[_Entry], list[_Entry]]:
         """The requests that can all begin in time, in order, and those that are deferred."""
         timely = self._timely
-        servers = capacity.servers
-        behind = self.work_us > PATIENCE_US * servers
-        limit_us = self._arrivals.limit_us(servers) if behind else None
         stays = [True] * len(timely)
-        by_size: list[tuple[int, Micros, int]] = []
-        """(priority, less work, the later place): a heap once one had to be deferred."""
+        by_cost: list[tuple[int, float, int]] = []
+        """(priority, less cost, the later place): a heap, once one had to be deferred."""
         ordered = False
         ahead_us = 0
         for at, entry in enumerate(timely):
-            work_us = entry.work_us
-            if (
-                limit_us is not None
-                and work_us >= limit_us
-                and entry.priority <= 0
-                and not entry.resumed
-            ):
-                stays[at] = False
-                continue
-            size = (entry.priority, -work_us, -at)
             if ordered:
-                heappush(by_size, size)
-            else:
-                by_size.append(size)
+                heappush(by_cost, (entry.priority, -self._cost(entry), -at))
             if not entry.resumed and ahead_us > 0:
                 room_us = capacity.until_us(entry.safe_us)
                 while ahead_us > room_us:
                     if not ordered:
-                        heapify(by_size)
                         ordered = True
-                    _, less_us, before = heappop(by_size)
-                    stays[-before] = False
-                    if -before == at:
+                        for place, it in enumerate(timely[: at + 1]):
+                            by_cost.append((it.priority, -self._cost(it), -place))
+                        heapify(by_cost)
+                    out = -heappop(by_cost)[-1]
+                    stays[out] = False
+                    if out == at:
                         break
-                    ahead_us += less_us
+                    ahead_us -= timely[out].work_us
             if stays[at]:
-                ahead_us += work_us
+                ahead_us += entry.work_us
         if all(stays):
             return timely, []
         kept = [entry for entry, stay in zip(timely, stays, strict=True) if stay]
         deferred = [entry for entry, stay in zip(timely, stays, strict=True) if not stay]
         return kept, deferred
+
+    def _cost(self, entry: _Entry) -> float:
+        """Its prefill time for what it is worth; the first of a group is worth all of the group."""
+        count = 1
+        tokens = entry.tokens
+        if entry.lacks is not None:
+            group = self._groups[entry.lacks]
+            if next(iter(group)) == entry.request:
+                count = len(group)
+                tokens = sum([it.tokens for it in group.values()])
+        return entry.work_us / (count / len(self) + tokens / max(1, self._tokens))
 
 
 def _shortest(entries: Sequence[_Entry], capacity: _Capacity) -> _Entry | None:
@@ -460,45 +518,3 @@ def _first_come(
     together = list(takewhile(lambda it: it.arrived_us == first_us, late))
     together += [entry for entry in deferred if entry.arrived_us == first_us]
     return min(together, key=lambda it: (it.begin_us < now_us, it.work_us), default=None)
-
-
-class _Arrivals:
-    """The work that came in the last WINDOW_US, by size."""
-
-    def __init__(self) -> None:
-        self._recent: deque[tuple[Micros, Micros]] = deque()
-        self._sizes: list[Micros] = []
-        self._sum_us: Micros = 0
-        self._limits_us: dict[int, Micros | None] = {}
-        """The limits since the last arrival, by number of servers."""
-
-    def add(self, waiter: Waiter) -> None:
-        """Add a request; those older than the window are forgotten."""
-        at_us = max(waiter.arrived_us, self._recent[-1][0] if self._recent else 0)
-        self._recent.append((at_us, waiter.work_us))
-        insort(self._sizes, waiter.work_us)
-        self._sum_us += waiter.work_us
-        while self._recent[0][0] < at_us - WINDOW_US:
-            _, work_us = self._recent.popleft()
-            self._sum_us -= work_us
-            del self._sizes[bisect_left(self._sizes, work_us)]
-        self._limits_us.clear()
-
-    def limit_us(self, servers: int) -> Micros | None:
-        """The work from which on prompts are too much; None while the instances can do all."""
-        if servers not in self._limits_us:
-            self._limits_us[servers] = self._limit_us(servers)
-        return self._limits_us[servers]
-
-    def _limit_us(self, servers: int) -> Micros | None:
-        if not self._recent:
-            return None
-        span_us = max(WINDOW_US // 2, self._recent[-1][0] - self._recent[0][0])
-        excess_us = self._sum_us - servers * span_us
-        limit_us = None
-        for work_us in reversed(self._sizes):
-            if excess_us <= 0:
-                break
-            excess_us -= work_us
-            limit_us = work_us
-        return limit_us
