@@ -1,21 +1,23 @@
-"""The gateway before external engines, beside sglang-router and vllm-router: CPU and latency.
+"""The gateway before external engines, beside sglang-router, SMG and vllm-router: CPU and latency.
 
-    python bench/gateway.py --peers FOLDER [--routers BIN] [--secs 2.5] [--rounds 3] [--quick]
-                            [--only NAME,...] [--work short,...] [--workers N]
+    python bench/gateway.py --peers FOLDER [--routers BIN:...] [--secs 2.5] [--rounds 3] [--quick]
+                            [--only NAME,...] [--work short,...] [--connections 32,128]
+                            [--workers N]
 
 FOLDER has http/mock_engine.c and http/load.c, small programs that are built here with gcc: engines
-that answer at once, and a client in a closed loop. BIN is the folder of the routers' programs
-(sglang-router 0.3.2 and vllm-router 0.1.17 were measured); without it they are left out, which is
-printed.
+that answer at once, and a client in a closed loop. Each BIN is a folder with programs of routers
+(sglang-router 0.3.2, SMG 1.13.0 and vllm-router 0.1.17 were measured). Routers that are in none are
+left out, which is printed.
 Both may be given as MOONSERVE_PEERS and MOONSERVE_ROUTERS.
 
 Four engines are behind every target; P/D has two of each role. Work: `short`, a prompt of 120
 characters and 8 tokens in one reply; `stream64`, the same with 64 tokens streamed; `long30k`, a
-prompt of 30,000 characters that shares 20,000 with an eighth of the others. Targets take turns in
-each round; figures are medians over rounds. `paced64` is stream64 on engines that take 20 ms to
-the first token and 5 ms for each other.
+prompt of 30,000 characters that shares 20,000 with an eighth of the others, `huge220k` one of
+220,000 that shares 20,000. Targets take turns in each round; figures are medians over rounds.
+`paced64` is stream64 on engines that take 20 ms to the first token and 5 ms for each other.
 
   cpu       CPU of the target's processes (all threads) per request, microseconds
+  least     the same in the cheapest round: other work on the machine disturbs it least
   p50       latency, less what the engines alone take with as many connections (direct)
   first     the same until the first event of a stream
 
@@ -44,7 +46,14 @@ from typing import Any
 from common import machine_line
 
 ALL = (1, 32, 128)
-WORK = {"short": (ALL, 0), "stream64": (ALL, 66), "long30k": ((1, 32), 0), "paced64": (ALL, 66)}
+WORK = {
+    "short": (ALL, 0),
+    "stream64": (ALL, 66),
+    "long30k": ((1, 32), 0),
+    "huge220k": ((20, 100, 200), 0),
+    "paced64": (ALL, 66),
+}
+"""Numbers of connections, and events of a stream."""
 PACE_US = ("5000", "20000")
 """Times of paced engines: between tokens, and until the first."""
 ENGINES = 4
@@ -66,11 +75,13 @@ def bodies(folder: Path) -> dict[str, Path]:
     short = [text(120, seed) for seed in range(256)]
     heads = [text(20_000, 1_000 + seed) for seed in range(8)]
     long = [f"{heads[seed % 8]} {text(10_000, 5_000 + seed)}" for seed in range(256)]
+    huge = [f"{heads[seed % 8]} {text(200_000, 9_000 + seed)}" for seed in range(64)]
     kinds = {
         "short": (short, {"max_tokens": 8}),
         "stream64": (short, {"max_tokens": 64, "stream": True}),
         "paced64": (short, {"max_tokens": 64, "stream": True}),
         "long30k": (long, {"max_tokens": 8}),
+        "huge220k": (huge, {"max_tokens": 8}),
     }
     made = {}
     for kind, (prompts, fields) in kinds.items():
@@ -130,7 +141,7 @@ def cpu_us(pid: int) -> float:
     return spent / 1e3
 
 
-def commands(urls: Sequence[str], routers: Path | None, workers: int) -> dict[str, list[str]]:
+def commands(urls: Sequence[str], routers: Sequence[Path], workers: int) -> dict[str, list[str]]:
     """The command that starts each target; its port is added later."""
     half = len(urls) // 2
     ours = [sys.executable, "-m", "moonserve", "gateway", "--events", "off"]
@@ -140,18 +151,22 @@ def commands(urls: Sequence[str], routers: Path | None, workers: int) -> dict[st
     found = {"moonserve": [*ours, *plain], "moonserve P/D": [*ours, *pd]}
     if workers > 1:
         found[f"moonserve x{workers}"] = [*ours, *plain, "--workers", str(workers)]
-    if routers is None:
-        return found
     sides = [word for url in urls[:half] for word in ("--prefill", url)]
     sides += [word for url in urls[half:] for word in ("--decode", url)]
     common = ["--host", "127.0.0.1", "--prometheus-host", "127.0.0.1"]
-    sglang = [str(routers / "sglang-router"), "launch", *common, "--log-level", "warn"]
-    vllm = [str(routers / "vllm-router"), *common, "--log-level", "warning"]
-    for policy in ("round_robin", "cache_aware"):
-        for name, router in (("sglang", sglang), ("vllm", vllm)):
+    for name, program, words, pairs in (
+        ("sglang", "sglang-router", ["launch", "--log-level", "warn"], "--pd-disaggregation"),
+        ("smg", "smg", ["launch", "--log-level", "warn"], "--pd-disaggregation"),
+        ("vllm", "vllm-router", ["--log-level", "warning"], "--vllm-pd-disaggregation"),
+    ):
+        here = [folder / program for folder in routers if (folder / program).exists()]
+        if not here:
+            print(f"{program} is in no folder of --routers: it is left out")
+            continue
+        router = [str(here[0]), *words, *common]
+        for policy in ("round_robin", "cache_aware"):
             found[f"{name} {policy}"] = [*router, "--worker-urls", *urls, "--policy", policy]
-    found["sglang P/D"] = [*sglang, "--pd-disaggregation", *sides, "--policy", "round_robin"]
-    found["vllm P/D"] = [*vllm, "--vllm-pd-disaggregation", *sides, "--policy", "round_robin"]
+        found[f"{name} P/D"] = [*router, pairs, *sides, "--policy", "round_robin"]
     return found
 
 
@@ -233,7 +248,7 @@ def measure(
     for turn in range(args.rounds):
         for kind in kinds:
             counts, events = WORK[kind]
-            for connections in counts[1:2] if args.quick else counts:
+            for connections in args.connections or counts:
                 for name, (port, pid) in targets.items():
                     if not turn:
                         bench.load(port, work[kind], connections, args.secs / 4, events)
@@ -250,13 +265,14 @@ def show(seen: dict[tuple[str, int, str], list[Any]], names: Sequence[str]) -> N
     fields = ("cpu", "p50", "ttfb50", "rps")
     for kind, connections in dict.fromkeys((kind, many) for kind, many, _ in seen):
         title = f"{kind}, {connections} connections"
-        print(f"\n{title:24} {'cpu':>7} {'p50':>8} {'first':>8} {'per s':>8}")
+        print(f"\n{title:24} {'cpu':>7} {'least':>7} {'p50':>8} {'first':>8} {'per s':>8}")
         base = {"p50": 0.0, "ttfb50": 0.0}
         for name in names:
             runs = seen[kind, connections, name]
             row = {field: statistics.median([run[field] for run in runs]) for field in fields}
             p50, first = row["p50"] - base["p50"], row["ttfb50"] - base["ttfb50"]
-            print(f"{name:24} {row['cpu']:7.1f} {p50:8.0f} {first:8.0f} {row['rps']:8.0f}")
+            cpu = f"{row['cpu']:7.1f} {min(run['cpu'] for run in runs):7.1f}"
+            print(f"{name:24} {cpu} {p50:8.0f} {first:8.0f} {row['rps']:8.0f}", flush=True)
             if name == "direct":
                 base = row
 
@@ -289,12 +305,19 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--only", type=lambda given: given.split(","), default=[])
     parser.add_argument("--work", type=lambda given: given.split(","), default=list(WORK))
+    parser.add_argument(
+        "--connections", type=lambda given: [int(one) for one in given.split(",")], default=[]
+    )
     parser.add_argument("--quick", action="store_true", help="32 connections only")
     args = parser.parse_args()
     peers = folder_of(args.peers, "there is nothing to measure with", "--peers")
     if peers is None:
         sys.exit("--peers must name the folder that has http/mock_engine.c and http/load.c")
-    args.routers = folder_of(args.routers, "the routers are left out", "--routers")
+    given = args.routers.split(":") if args.routers else [None]
+    folders = [folder_of(one, "the routers are left out", "--routers") for one in given]
+    args.routers = [folder for folder in folders if folder is not None]
+    if args.quick:
+        args.connections = [32]
     print(machine_line())
     for pace_us in ((), PACE_US):
         kinds = [kind for kind in args.work if (kind == "paced64") == bool(pace_us)]
