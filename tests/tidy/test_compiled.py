@@ -16,7 +16,7 @@ BUSY = {
         f"schedule/{name}"
         for name in (
             *("admission", "conductor", "cost", "decide", "decode_forecast", "estimate"),
-            *("forecast", "groups", "handoff", "hot", "objectives", "observed", "pipeline"),
+            *("forecast", "groups", "handoff", "hot", "objectives", "pipeline"),
             *("policies", "ranking", "residency", "retry_after", "search", "view", "waiting"),
         )
     ),
