@@ -412,3 +412,27 @@ def test_many_copies_wait_for_their_turn() -> None:
         copy_all(it, B)
     assert it.stats().waiting == 0
     assert all(where(it, number) == [A, B] for number in range(150))
+
+
+def test_a_chain_that_moves_to_disk_is_one_run() -> None:
+    """It moves from its end, and costs the master no more memory there than where it was put."""
+    it = master(a=16)
+    it.mount(0, msgspec.structs.replace(mount(D, 32, tier="disk"), node="a"))
+    parent = None
+    for number in range(1, 13):
+        store(it, number, parent=parent)
+        parent = key(number)
+    assert len(it._catalog.segments[A].runs) == 12, "each was used alone"
+    it.find(0, [key(number) for number in range(1, 13)], LEASE)
+    it.release(LEASE)
+    while it.evict(0, A, BLOCK)[1]:
+        copy_all(it, D)
+    assert [where(it, number) for number in range(1, 13)] == [[D]] * 12
+    (run,) = it._catalog.segments[D].runs
+    assert run.keys == [key(number) for number in range(1, 13)]
+    assert list(run.versions) == sorted(run.versions)
+    assert list(run.ids) == sorted(run.ids, reverse=True)
+    found = it.locate(key(5))
+    assert found is not None
+    assert found.checksum == 5
+    assert it._catalog.held(D, key(1)).parent is None

@@ -424,12 +424,20 @@ class Catalog:
         """Add a replica to a run, which is returned; it is not in `objects` yet."""
         key = found.key
         run = self._growing(found.size, parent, options, ledger)
-        if run is None:
+        below = None if run is not None else self._growing_below(found, options, ledger)
+        if below is not None:
+            run = below
+            run.prepend(key, parent, (found.checksum, found.version, id), offset)
+            for order in self._orders(run):
+                order.prepended(run)
+        elif run is not None:
+            run.append(key, found.checksum, found.version, id, offset)
+        else:
             run = StoredRun(ledger.name, parent, found.size, options, ledger.code)
             ledger.runs[run] = None
             for order in self._orders(run):
                 order.add(run)
-        run.append(key, found.checksum, found.version, id, offset)
+            run.append(key, found.checksum, found.version, id, offset)
         ledger.replicas += 1
         ledger.note_change(key, id)
         if key not in self.holds:
@@ -444,6 +452,18 @@ class Catalog:
         """The run on this segment that a block after `parent` can be added to."""
         run = None if parent is None else self.replica(parent, ledger.name)
         if run is None or run.keys[-1] != parent or run.size != size or run.options != options:
+            return None
+        return run if all(order.may_grow(run) for order in self._orders(run)) else None
+
+    def _growing_below(
+        self, found: Found, options: PutOptions, ledger: SegmentLedger
+    ) -> StoredRun | None:
+        """The run on this segment that continues a block, and that the block can be put before.
+
+        Chains move to disk from their ends, so there each block comes before the last one.
+        """
+        run = ledger.order.only_child(found.key)
+        if run is None or run.size != found.size or run.options != options:
             return None
         return run if all(order.may_grow(run) for order in self._orders(run)) else None
 

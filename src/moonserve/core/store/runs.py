@@ -84,6 +84,25 @@ class StoredRun:
             self.versions = _appended(self.versions, version)
         self._offsets.append(offset // ALIGN)
 
+    def prepend(
+        self, key: Key, parent: Key | None, sums: tuple[int, int, int], offset: Bytes
+    ) -> None:
+        """Add the block that the run continues; `parent` is the key before it.
+
+        sums: its checksum, version and id.
+        """
+        checksum, version, id = sums
+        self.keys.insert(0, key)
+        self.parent = parent
+        self.checksums.insert(0, checksum)
+        self.ids = array("Q", [id, *self.ids])
+        self.versions = (
+            range(version, self.versions.stop)
+            if isinstance(self.versions, range) and self.versions.start == version + 1
+            else array("Q", [version, *self.versions])
+        )
+        self._offsets.insert(0, offset // ALIGN)
+
     def pop(self) -> None:
         """Take the last block out."""
         del self.keys[-1], self.checksums[-1], self._offsets[-1]
@@ -228,6 +247,16 @@ class RunOrder:
         del others[run]
         if not others:
             del self._children[parent]
+
+    def only_child(self, key: Key) -> StoredRun | None:
+        """The run that continues this key, if there is just one."""
+        children = self._children.get(key)
+        return children if isinstance(children, StoredRun) else None
+
+    def prepended(self, run: StoredRun) -> None:
+        """A block was put before the others of a run."""
+        self._orphan(run, run.keys[0])
+        self.add(run)
 
     def divided(self, old: StoredRun, new: StoredRun, keep_head: bool) -> None:
         """A run has given a part away. The part may be evicted if the run may: it is next then.
