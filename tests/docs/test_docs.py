@@ -151,6 +151,15 @@ def test_a_link_to_nowhere_is_found() -> None:
     assert missing(ROOT / "README.md", text) == found
 
 
+def test_every_decision_has_a_number_of_its_own() -> None:
+    """Texts name a decision by its number, so file names and headings agree on it."""
+    pages = sorted((ROOT / "docs" / "adr").glob("*.md"))
+    numbers = [int(page.name[:4]) for page in pages]
+    assert numbers == list(range(1, len(pages) + 1))
+    for number, page in zip(numbers, pages, strict=True):
+        assert page.read_text().startswith(f"# {number}. "), page.name
+
+
 def test_every_page_is_in_the_table_of_contents() -> None:
     """docs/README.md links each page, but for decision records and figures of the papers."""
     folder = ROOT / "docs"
