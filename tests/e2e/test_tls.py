@@ -21,7 +21,7 @@ from moonserve.live.http.client import HttpClient
 from moonserve.live.process.gateway import Gateway
 from moonserve.live.tls.authority import init
 from moonserve.live.tls.contexts import trusting
-from moonserve.live.worker.join import GatewayClient, GatewayMember
+from moonserve.live.worker.join import ConductorClient, ConductorMember
 from tests.support import inproc
 from tests.support import up as ups
 from tests.support.certificates import tls_of
@@ -48,8 +48,8 @@ def test_tokens_are_the_same_by_tls(tmp_path: Path) -> None:
             lanes = here.stores["d0"].transfer.stats()
             assert {it.path.transport for it in lanes} == {"tcp"}
             stranger = HttpClient(trusting(str(tmp_path / "ca.crt")))
-            member = GatewayMember(
-                GatewayClient(stranger, here.url, inproc.TOKEN), prefill.info, InstanceLoad
+            member = ConductorMember(
+                ConductorClient(stranger, here.url, inproc.TOKEN), prefill.info, InstanceLoad
             )
             with pytest.raises(ConfigError, match="needs a client certificate"):
                 await member.run(lambda: None)

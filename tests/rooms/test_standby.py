@@ -33,7 +33,7 @@ from moonserve.live.process.worker import Worker
 from moonserve.live.registry.entries import ConductorEntry
 from moonserve.live.worker.config import WorkerConfig
 from moonserve.live.worker.fence import Fence, TermIsOver
-from moonserve.live.worker.join import GatewayClient, GatewayMember
+from moonserve.live.worker.join import ConductorClient, ConductorMember
 from tests.support.cluster import exact, info
 from tests.support.fronts import TOKEN, WELCOME, served
 from tests.support.registry import MemoryRegistry, Shared
@@ -84,8 +84,8 @@ def test_a_worker_refuses_a_call_of_a_lower_term() -> None:
         internal = Internal(loop, ["m"], lambda: 9)
         server = await serve(App(internal.routes(), gate=Guard(TOKEN)), "127.0.0.1", 0)
         url = f"http://127.0.0.1:{server.port}"
-        member = GatewayMember(
-            GatewayClient(http, url, TOKEN, fence.heard), worker.info, worker.load
+        member = ConductorMember(
+            ConductorClient(http, url, TOKEN, fence.heard), worker.info, worker.load
         )
         beating = asyncio.create_task(member.run(lambda: None))
         try:

@@ -32,7 +32,7 @@ from moonserve.live.store.server import MasterService
 from moonserve.live.store.settings import StoreSettings
 from moonserve.live.transfer.region import folders
 from moonserve.live.worker.config import WorkerConfig
-from moonserve.live.worker.join import BeatTimes, GatewayClient, GatewayMember, with_unsent
+from moonserve.live.worker.join import BeatTimes, ConductorClient, ConductorMember, with_unsent
 
 TOKEN = "a-secret-of-the-cluster"
 INFO = InstanceInfo(
@@ -104,8 +104,8 @@ def test_joins_beats_and_joins_again() -> None:
         gateway, http = Gateway(), HttpClient()
         url = await gateway.start()
         port = int(url.rpartition(":")[2])
-        member = GatewayMember(
-            GatewayClient(http, url, TOKEN),
+        member = ConductorMember(
+            ConductorClient(http, url, TOKEN),
             INFO,
             lambda: InstanceLoad(running=3, free_blocks=5),
             FAST,
@@ -147,7 +147,7 @@ def test_samples_survive_a_failed_beat() -> None:
             transfer = TransferSample(n, 1)
             return InstanceLoad(passes=(PassSample(n, 0, 0, 0, 0, 1),), transfers=(transfer,))
 
-        member = GatewayMember(GatewayClient(http, url, TOKEN), INFO, load, FAST)
+        member = ConductorMember(ConductorClient(http, url, TOKEN), INFO, load, FAST)
         task = asyncio.create_task(member.run(lambda: None))
         while len(gateway.said) < 8:
             await asyncio.sleep(0.01)
@@ -173,7 +173,7 @@ def test_a_gateway_knows_what_was_measured_from_the_join_on() -> None:
         warm = [InstanceLoad(passes=(PassSample(7, 49, 0, 0, 0, 1),))]
         slow = BeatTimes(beat_s=0.3, backoff_s=(0.02,))
         load = lambda: warm.pop() if warm else InstanceLoad()  # noqa: E731
-        member = GatewayMember(GatewayClient(http, url, TOKEN), INFO, load, slow)
+        member = ConductorMember(ConductorClient(http, url, TOKEN), INFO, load, slow)
         task = asyncio.create_task(member.run(lambda: None))
         await gateway.hears("join")
         joined_s = asyncio.get_running_loop().time()
@@ -207,14 +207,14 @@ def test_a_refusal_is_final_and_says_why() -> None:
         gateway, http = Gateway(), HttpClient()
         url = await gateway.start()
         with pytest.raises(ConfigError, match="token"):
-            await GatewayMember(GatewayClient(http, url, "x"), INFO, InstanceLoad, FAST).run(
+            await ConductorMember(ConductorClient(http, url, "x"), INFO, InstanceLoad, FAST).run(
                 lambda: None
             )
         for gateway.answer in (400, 403):
             with pytest.raises(ConfigError, match=r"40[03] because"):
-                await GatewayMember(GatewayClient(http, url, TOKEN), INFO, InstanceLoad, FAST).run(
-                    lambda: None
-                )
+                await ConductorMember(
+                    ConductorClient(http, url, TOKEN), INFO, InstanceLoad, FAST
+                ).run(lambda: None)
         await gateway.stop()
         await http.close()
 
@@ -229,7 +229,7 @@ def test_a_refusal_that_may_pass_is_tried_again(status: int) -> None:
         gateway, http = Gateway(), HttpClient()
         gateway.answer = status
         url = await gateway.start()
-        member = GatewayMember(GatewayClient(http, url, TOKEN), INFO, InstanceLoad, FAST)
+        member = ConductorMember(ConductorClient(http, url, TOKEN), INFO, InstanceLoad, FAST)
         task = asyncio.create_task(member.run(lambda: None))
         for _ in range(5):
             await gateway.hears("join")
@@ -250,7 +250,7 @@ def test_a_conflict_that_lasts_is_final() -> None:
         gateway.answer = 409
         url = await gateway.start()
         times = BeatTimes(beat_s=0.02, backoff_s=(0.02,), conflict_s=0.3)
-        member = GatewayMember(GatewayClient(http, url, TOKEN), INFO, InstanceLoad, times)
+        member = ConductorMember(ConductorClient(http, url, TOKEN), INFO, InstanceLoad, times)
         with pytest.raises(ConfigError, match="409 because"):
             await member.run(lambda: None)
         assert len(gateway.said) > 3
@@ -271,7 +271,9 @@ def test_a_broken_worker_ends_its_membership() -> None:
             raise EngineFailed("hung")
 
         with pytest.raises(EngineFailed, match="hung"):
-            await GatewayMember(GatewayClient(http, url, TOKEN), INFO, load, FAST).run(lambda: None)
+            await ConductorMember(ConductorClient(http, url, TOKEN), INFO, load, FAST).run(
+                lambda: None
+            )
         await gateway.stop()
         await http.close()
 

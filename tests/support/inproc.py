@@ -27,7 +27,7 @@ from moonserve.live.store.remote import HttpRpc
 from moonserve.live.store.settings import url_of
 from moonserve.live.tls.contexts import Tls
 from moonserve.live.worker.config import WorkerConfig
-from moonserve.live.worker.join import BeatTimes, GatewayClient, GatewayMember
+from moonserve.live.worker.join import BeatTimes, ConductorClient, ConductorMember
 
 BLOCK = 16
 TOKEN = "the-secret-of-this-test"
@@ -74,7 +74,7 @@ class Site:
 
         read_us: how much longer its store takes to read a block; publisher: of its KV events.
         """
-        control = GatewayClient(self.http, self.url, TOKEN)
+        control = ConductorClient(self.http, self.url, TOKEN)
         common = {"engine": "fake", "token": TOKEN, "block_size": BLOCK, "tls": self.tls}
         config = WorkerConfig(name=name, role=role, model=DEFAULT_MODEL, **{**common, **more})
         epoch = epoch or next(_epochs)
@@ -101,7 +101,7 @@ class Site:
         self._stack.push_async_callback(worker.stop, 0)
         joined = asyncio.Event()
         times = BeatTimes(conflict_s=6.0)  # longer than a silent earlier start keeps its name
-        member = GatewayMember(control, worker.info, worker.load, times)
+        member = ConductorMember(control, worker.info, worker.load, times)
         task = asyncio.create_task(member.run(joined.set))
         self._stack.callback(task.cancel)
         waiting = asyncio.create_task(joined.wait())

@@ -25,7 +25,7 @@ from moonserve.live.registry.entries import (
     find_master,
     follow_master,
 )
-from moonserve.live.worker.join import BeatTimes, GatewayClient, GatewayMember, with_unsent
+from moonserve.live.worker.join import BeatTimes, ConductorClient, ConductorMember, with_unsent
 
 log = logging.getLogger(__name__)
 
@@ -53,12 +53,12 @@ class Conductors:
         self._http = http
         self._token = token
         self._registry = registry
-        self._only = GatewayClient(http, url, token, heard)
+        self._only = ConductorClient(http, url, token, heard)
         self._entry: Registration | None = None
         self._moving: asyncio.Task[None] | None = None
-        self._members: dict[ConductorEntry, GatewayMember] = {}
+        self._members: dict[ConductorEntry, ConductorMember] = {}
         self._tasks: dict[ConductorEntry, asyncio.Task[None]] = {}
-        self._controls: dict[ConductorEntry, GatewayClient] = {}
+        self._controls: dict[ConductorEntry, ConductorClient] = {}
 
     async def master(self, store_url: str) -> str:
         """Return the URL of the store's master. Raises ConfigError."""
@@ -86,7 +86,7 @@ class Conductors:
         for control in await self._all():
             await control.blocks(events)
 
-    async def _all(self) -> list[GatewayClient]:
+    async def _all(self) -> list[ConductorClient]:
         if self._registry is None:
             return [self._only]
         if self._tasks:
@@ -94,8 +94,8 @@ class Conductors:
         found = decoded(await self._registry.read(CONDUCTORS), CONDUCTORS, ConductorEntry)
         return [self._client(entry.url) for entry in found.values()]
 
-    def _client(self, url: str) -> GatewayClient:
-        return GatewayClient(self._http, url, self._token, self._heard)
+    def _client(self, url: str) -> ConductorClient:
+        return ConductorClient(self._http, url, self._token, self._heard)
 
     async def run(
         self, info: InstanceInfo, load: Callable[[], InstanceLoad], joined: Callable[[str], None]
@@ -106,7 +106,7 @@ class Conductors:
         """
         if self._registry is None:
             only = ConductorEntry("", 0, self._only.url)
-            self._members[only] = member = GatewayMember(self._only, info, load, self._times)
+            self._members[only] = member = ConductorMember(self._only, info, load, self._times)
             await member.run(lambda: joined(self._only.url))
             return
         self._entry = await self._registry.register(INSTANCES + info.id, msgspec.json.encode(info))
@@ -136,14 +136,14 @@ class Conductors:
                 member.wanted = entry in found
             for entry in sorted(found - self._tasks.keys(), key=lambda it: it.name):
                 control = self._client(entry.url)
-                member = GatewayMember(control, info, loads.of(entry), self._times)
+                member = ConductorMember(control, info, loads.of(entry), self._times)
                 self._controls[entry], self._members[entry] = control, member
                 self._tasks[entry] = asyncio.create_task(self._belong(entry, member, loads, joined))
 
     async def _belong(
         self,
         entry: ConductorEntry,
-        member: GatewayMember,
+        member: ConductorMember,
         loads: Loads,
         joined: Callable[[str], None],
     ) -> None:

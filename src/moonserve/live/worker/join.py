@@ -1,6 +1,6 @@
-"""A worker's side of the control plane: join a gateway, beat, leave.
+"""A worker's side of the control plane: join a Conductor, beat, leave.
 
-live.worker.conductors has one GatewayMember per Conductor, which it reaches at a gateway or itself.
+live.worker.conductors has one ConductorMember for each Conductor, whose process may be a gateway.
 While that is away, the worker keeps serving and keeps trying.
 """
 
@@ -44,8 +44,8 @@ class BeatTimes(msgspec.Struct, frozen=True, kw_only=True):
     start of its own, for example, is given up after 5 s of silence."""
 
 
-class GatewayClient:
-    """Calls to one gateway's /internal."""
+class ConductorClient:
+    """Calls to /internal of the process that has one Conductor."""
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ class GatewayClient:
         token: str,
         heard: Callable[[int], None] = lambda term: None,
     ) -> None:
-        """heard: called with the term that the gateway's Conductor reports."""
+        """heard: called with the term that the Conductor reports."""
         self._http = http
         self._heard = heard
         self.url = url.rstrip("/")
@@ -90,12 +90,12 @@ class GatewayClient:
             raise StoreError(f"blocks: {_message(reply)}")
 
 
-class GatewayMember:
-    """Keeps one instance known to one gateway."""
+class ConductorMember:
+    """Keeps one instance known to one Conductor."""
 
     def __init__(
         self,
-        gateway: GatewayClient,
+        gateway: ConductorClient,
         info: InstanceInfo,
         load: Callable[[], InstanceLoad],
         times: BeatTimes = BeatTimes(),  # noqa: B008 - frozen
