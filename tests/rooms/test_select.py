@@ -349,8 +349,8 @@ def test_one_that_waits_too_long_is_over() -> None:
     """With late binding a reservation waits for an instance, no longer than its ttl_s; 504."""
 
     async def use(rig: Rig) -> None:
-        for name in ("a", "b"):
-            await rig.good("reserve", {**ASK, "id": name})
+        for name in ("a", "b"):  # with prefixes of their own: one would wait for the other's
+            await rig.good("reserve", {**ASK, "id": name, "cache_salt": name})
         status, error = await rig.bad("reserve", {**ASK, "id": "c", "ttl_s": 0.1})
         assert (status, error["type"]) == (504, "timeout_error")
         waiting = asyncio.create_task(rig.good("reserve", {**ASK, "id": "d"}))
@@ -453,8 +453,8 @@ def test_a_client_that_leaves_while_it_waits_reserves_nothing() -> None:
     """Its place in the queue is given up with it."""
 
     async def use(rig: Rig) -> None:
-        for name in ("a", "b"):
-            await rig.good("reserve", {**ASK, "id": name})
+        for name in ("a", "b"):  # with prefixes of their own: one would wait for the other's
+            await rig.good("reserve", {**ASK, "id": name, "cache_salt": name})
         waiting = asyncio.create_task(rig.post("reserve", {**ASK, "id": "c"}))
         while rig.selection.reservations < 3:
             await asyncio.sleep(0.01)
