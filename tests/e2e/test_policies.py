@@ -43,9 +43,15 @@ async def decision(it: Site, request: str) -> dict[str, Any]:
     return told
 
 
-async def post(it: Site, **headers: str) -> ClientResponse:
-    """A short completion."""
-    body = {"model": DEFAULT_MODEL, "prompt": PROMPT, "max_tokens": 4, "ignore_eos": True}
+async def post(it: Site, salt: str = "all", **headers: str) -> ClientResponse:
+    """A short completion; it shares KV with those of the same salt."""
+    body = {
+        "model": DEFAULT_MODEL,
+        "prompt": PROMPT,
+        "max_tokens": 4,
+        "ignore_eos": True,
+        "cache_salt": salt,
+    }
     return await it.http.request(
         "POST",
         it.url + "/v1/completions",
@@ -165,7 +171,7 @@ def test_urgent_requests_overtake_those_that_wait() -> None:
         await it.add("d0", "decode")
         tasks = []
         for name, priority in (("first", 0), ("second", 0), ("later", 0), ("urgent", 5)):
-            asking = post(it, x_moonserve_priority=str(priority), x_request_id=name)
+            asking = post(it, name, x_moonserve_priority=str(priority), x_request_id=name)
             tasks.append(asyncio.create_task(asking))
             await asyncio.sleep(0.03)
         assert {reply.status for reply in await asyncio.gather(*tasks)} == {200}
