@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from http.client import HTTPException
 from pathlib import Path
 from typing import Any
@@ -82,6 +83,11 @@ def until(true: Callable[[], object], of: Process | None = None, within_s: float
         late = time.monotonic() >= end or (of is not None and of.process.poll() is not None)
         assert not late, "waited in vain" + ("".join(of.lines) if of else "")
         time.sleep(0.05)
+
+
+def said(process: Process, words: str) -> bool:
+    """Whether a process has printed these words."""
+    return words in "".join(process.lines)
 
 
 def ready(url: str) -> bool:
@@ -184,12 +190,16 @@ def test_fronts_find_the_conductor_in_etcd(fleet: Fleet, tmp_path: Path) -> None
         assert cached(ask(fronts[1], WORDS)[1]) > 200
         assert get(fronts[0] + "/api/conductor")["leads"]
 
-        second = fleet.start("gateway", "--port", "0", *there)
-        assert second.process.wait(30) == 2
-        until(lambda: "registry: has a Conductor at http" in "".join(second.lines))
+        for more in ((), ("--workers", "2")):
+            second = fleet.start("gateway", "--port", "0", *more, *there)
+            assert second.process.wait(30)
+            until(partial(said, second, "registry: has a Conductor at http"))
 
         first.kill()
         until(lambda: not any(map(ready, fronts)), within_s=10)
+        health = get(fronts[0] + "/health")
+        assert health["status"] == "ok", "it has streams, so nobody may end it for this"
+        assert "Conductor does not answer" in "".join(health["alarms"])
         fleet.listening("conductor", "--port", "0", *there)
         until(lambda: all(map(ready, fronts)))
         assert cached(ask(fronts[1], WORDS)[1]) > 200

@@ -229,4 +229,5 @@ class Control(ProcessPart):
             has_workers,
             move,
             takes_fronts,
+            has_own_fronts=takes_fronts and self._port is not None,
         )

@@ -69,11 +69,13 @@ class InRegistry:
         has_workers: bool = True,
         move: Callable[[str], None] | None = None,
         takes_fronts: bool = False,
+        has_own_fronts: bool = False,
     ) -> None:
         """known: returns once the holders of the KV have filled the index; None: take it over from
         another Conductor. has_workers: False with external engines. move: called with the URL of
-        the store's master whenever that changes. takes_fronts: whether another Conductor can
-        replace this one.
+        the store's master whenever that changes. takes_fronts: whether it decides for fronts.
+        has_own_fronts: they are those of one gateway, which forward what others ask of it; so no
+        other Conductor can replace it, and it can replace none.
         """
         self.registry = registry
         self._conductor = conductor
@@ -85,6 +87,7 @@ class InRegistry:
         self._move = move
         self.leadership = Leadership(self._confirm)
         self._takes_fronts = takes_fronts
+        self._replaceable = takes_fronts and not has_own_fronts
         self._standby = Standby(registry, http, token, self._deposed, self._led_by)
         self._candidacy: Candidacy | None = None
         self.not_ready = "it gathers what others hold"
@@ -109,7 +112,7 @@ class InRegistry:
 
         Raises ConfigError: another one is there; RegistryError.
         """
-        self._me = me = msgspec.structs.replace(me, takes_fronts=self._takes_fronts)
+        self._me = me = msgspec.structs.replace(me, takes_fronts=self._replaceable)
         await self._check_others()
         self._conductor.tell(Leading(False))
         await self.registry.register(CONDUCTORS + me.name, msgspec.json.encode(me))
@@ -185,7 +188,7 @@ class InRegistry:
         while others := await self._others():
             for entry in others:
                 await self._refuse_beside(entry)
-            if all(entry.takes_fronts for entry in others) and self._takes_fronts:
+            if all(entry.takes_fronts for entry in others) and self._replaceable:
                 return
             if loop.time() > end_s:
                 where = ", ".join(entry.url for entry in others)
@@ -218,7 +221,7 @@ class InRegistry:
                 f" not for {self._me.model or 'external engines'}: {own_prefix}",
                 "registry",
             )
-        if reply.status == 200 and not (other.takes_fronts and self._takes_fronts):
+        if reply.status == 200 and not (other.takes_fronts and self._replaceable):
             raise ConfigError(
                 f"has a Conductor at {other.url} already, and a cluster has one: run one `moonserve"
                 " conductor`, and gateways with --conductor and the address of the registry; or"

@@ -31,8 +31,9 @@ from moonserve.live.fronts.road import IN_REGISTRY, road_of
 from moonserve.live.fronts.server import FrontServer
 from moonserve.live.health import Health
 from moonserve.live.http.client import HttpClient, client_of
-from moonserve.live.http.message import HttpRequest, Response, json_response
+from moonserve.live.http.message import HttpRequest, Response, StreamingResponse, json_response
 from moonserve.live.http.server import ProcessPart, Routes
+from moonserve.live.http.switch import Switch
 from moonserve.live.model.catalog import resolve
 from moonserve.live.ports import Registry
 from moonserve.live.process.access import IN_REGISTRY as KEYS_IN_REGISTRY
@@ -158,7 +159,15 @@ class ConductorLink(ProcessPart):
 
     def routes(self) -> Routes:
         """The metrics: the Conductor adds up those of all fronts."""
-        return {("GET", "/metrics"): self._forward}
+        return {("GET", "/metrics"): self._forward, ("GET", "/health"): self._health}
+
+    async def _health(self, request: HttpRequest) -> Response | StreamingResponse:
+        """The Conductor's. While that is away this front is well all the same: it has streams."""
+        reply = await self._forward(request)
+        if not isinstance(reply, Switch) and reply.status != 503:
+            return reply
+        why = self._conductor.missing() or "the Conductor does not answer"
+        return json_response({"status": "ok", "alarms": [why]})
 
     async def stop(self) -> None:
         """Leave the Conductor; cut what is being forwarded."""

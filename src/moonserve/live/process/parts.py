@@ -6,8 +6,10 @@ front) or only other processes.
 
 from __future__ import annotations
 
+import asyncio
 import gc
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
 
 from moonserve.core.units import Bytes
 from moonserve.live.access.guard import Guard
@@ -127,11 +129,21 @@ class Process:
 
 
 async def run(
-    start: Awaitable[Process], config: GatewayConfig, say: Callable[[str], None] = say
+    start: Coroutine[Any, Any, Process], config: GatewayConfig, say: Callable[[str], None] = say
 ) -> None:
-    """Start a process and run it until SIGTERM or SIGINT. Raises ConfigError, RegistryError."""
+    """Start a process and run it until SIGTERM or SIGINT, also while it starts: a front may wait
+    long for its Conductor. Raises ConfigError, RegistryError."""
     stop = stop_event()
-    process = await start
+    starting = asyncio.create_task(start)
+    stopping = asyncio.create_task(stop.wait())
+    await asyncio.wait({starting, stopping}, return_when=asyncio.FIRST_COMPLETED)
+    if not starting.done():
+        starting.cancel()
+        await asyncio.wait({starting})
+        if starting.cancelled():
+            say("stopped before it was ready")
+            return
+    process = starting.result()
     gc.collect()
     gc.freeze()  # objects of the start stay for ever: no collection need look at them again
     gc.set_threshold(10_000, 20, 20)  # requests make few cycles: look for them less often

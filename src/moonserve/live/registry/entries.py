@@ -47,8 +47,8 @@ class ConductorEntry(msgspec.Struct, frozen=True):
     model: str = ""
     """What its workers serve; empty: it has external engines."""
     takes_fronts: bool = False
-    """Whether it decides for fronts, so that another one can replace it; else it is a gateway that
-    serves clients itself."""
+    """Whether it decides for fronts anywhere, so that another one can replace it; else it belongs
+    to one gateway."""
 
 
 class MasterEntry(msgspec.Struct, frozen=True):
