@@ -126,9 +126,15 @@ def test_prompts_are_what_the_issue_asks_for(prompts: dict[str, list[int]]) -> N
 
 @on_both_stores
 def test_tokens_equal_one_process_cold_and_warm(
-    up: Up, prompts: dict[str, list[int]], reference: dict[str, list[int]]
+    up: Up,
+    prompts: dict[str, list[int]],
+    reference: dict[str, list[int]],
+    request: pytest.FixtureRequest,
 ) -> None:
     """Greedy token ids through the cluster equal one process's, cold and with a warm prefix."""
+    if request.node.callspec.params["up"] == "mooncake":  # a third of them is enough there
+        prompts = dict([*prompts.items()][::3])
+        reference = {name: reference[name] for name in prompts}
     with ThreadPoolExecutor(4) as pool:
         cold = dict(
             zip(prompts, pool.map(lambda ids: greedy(up, ids), prompts.values()), strict=True)

@@ -88,7 +88,7 @@ class Site:
         url = f"http://127.0.0.1:{self.fronts[front].port}/health"
         reply = await self.http.request("GET", url, timeout_s=10)
         said = msgspec.json.decode(reply.body)
-        return said["instances"] if reply.status == 200 else {}
+        return said.get("instances", {}) if reply.status == 200 else {}
 
     async def metrics(self, front: int) -> dict[str, float]:
         """Samples by name with labels."""
