@@ -27,15 +27,19 @@ def next_token(known: list[int]) -> int:
     return value
 
 
+SIZES = {
+    "blocks": st.integers(1, 12),
+    "block_size": st.integers(1, 4),
+    "chunk": st.integers(1, 9),
+    "seqs": st.integers(1, 4),
+}
+"""Of an engine."""
+
+
 class BatchMachine(RuleBasedStateMachine):
     """An engine whose memory is a dict, beside one plain token list per request."""
 
-    @initialize(
-        blocks=st.integers(1, 12),
-        block_size=st.integers(1, 4),
-        chunk=st.integers(1, 9),
-        seqs=st.integers(1, 4),
-    )
+    @initialize(**SIZES)
     def start(self, blocks: int, block_size: int, chunk: int, seqs: int) -> None:
         self.pool = BlockPool(blocks)
         self.batch = Batch(self.pool, block_size=block_size, chunk_tokens=chunk, max_seqs=seqs)
@@ -204,12 +208,7 @@ TestBatchLaw.settings = settings(max_examples=120, stateful_step_count=40, deadl
 class CountedMachine(RuleBasedStateMachine):
     """Two batches of counted tokens: one by single passes of chunks, one in as few as it can."""
 
-    @initialize(
-        blocks=st.integers(1, 12),
-        block_size=st.integers(1, 4),
-        chunk=st.integers(1, 9),
-        seqs=st.integers(1, 4),
-    )
+    @initialize(**SIZES)
     def start(self, blocks: int, block_size: int, chunk: int, seqs: int) -> None:
         self.slow, self.quick = (
             Batch(BlockPool(blocks), block_size=block_size, chunk_tokens=chunk, max_seqs=seqs)

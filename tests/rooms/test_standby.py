@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
 import msgspec
@@ -151,22 +152,33 @@ async def _no() -> bool:
     return False
 
 
+@contextlib.asynccontextmanager
+async def deciding(
+    leadership: Leadership, path: str
+) -> AsyncIterator[tuple[ConductorLoop, FrontServer, RemoteConductor, list[LeaseId]]]:
+    """A Conductor that leads in term 5 and has placed request R of a front; the leases that it
+    releases are in the list."""
+    released: list[LeaseId] = []
+    loop = loop_of(released)
+    leadership.set_term(5)
+    server = FrontServer(loop, WELCOME, leadership=leadership)
+    server.open()
+    async with served(lambda: server, path) as at:
+        front = RemoteConductor(at.road())
+        await front.start(5)
+        inbox: asyncio.Queue[object] = asyncio.Queue()
+        front.open(Request(R, "m", 9), (), inbox)
+        assert isinstance(await inbox.get(), Prefill)
+        yield loop, server, front, released
+    loop.stop()
+
+
 def test_a_deposed_conductor_forgets_all_requests_and_releases_nothing(tmp_path: Path) -> None:
     """Another one has adopted them. A standby accepts no front, and says who leads."""
 
     async def test() -> None:
-        released: list[LeaseId] = []
-        loop = loop_of(released)
         leadership = Leadership(confirm=_yes)
-        leadership.set_term(5)
-        server = FrontServer(loop, WELCOME, leadership=leadership)
-        server.open()
-        async with served(lambda: server, str(tmp_path / "link")) as at:
-            front = RemoteConductor(at.road())
-            await front.start(5)
-            inbox: asyncio.Queue[object] = asyncio.Queue()
-            front.open(Request(R, "m", 9), (), inbox)
-            assert isinstance(await inbox.get(), Prefill)
+        async with deciding(leadership, str(tmp_path / "link")) as (loop, server, front, released):
             leadership.leader = "http://other"
             leadership.set_term(0)
             assert loop.promised() == Promised(0, 0, 0, 0)
@@ -176,7 +188,6 @@ def test_a_deposed_conductor_forgets_all_requests_and_releases_nothing(tmp_path:
             await until(lambda: "standby; the one at http://other leads" in front._why)
             await front.leave()
             assert released == []
-        loop.stop()
 
     run(test)
 
@@ -188,23 +199,12 @@ def test_the_requests_of_a_lost_front_end_if_this_conductor_still_leads(
     """It may have slept, while the front went to another Conductor, which has them now."""
 
     async def test() -> None:
-        released: list[LeaseId] = []
-        loop = loop_of(released)
         leadership = Leadership(confirm=_yes if leads else _no)
-        leadership.set_term(5)
-        server = FrontServer(loop, WELCOME, leadership=leadership)
-        server.open()
-        async with served(lambda: server, str(tmp_path / "link")) as at:
-            front = RemoteConductor(at.road())
-            await front.start(5)
-            inbox: asyncio.Queue[object] = asyncio.Queue()
-            front.open(Request(R, "m", 9), (), inbox)
-            assert isinstance(await inbox.get(), Prefill)
+        async with deciding(leadership, str(tmp_path / "link")) as (_, server, front, released):
             await front.leave()
             await until(lambda: server.fronts == 0)
             await asyncio.sleep(0.05)
             assert [str(it) for it in released] == (["r/1"] if leads else [])
-        loop.stop()
 
     run(test)
 
