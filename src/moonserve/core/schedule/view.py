@@ -408,6 +408,17 @@ class Role:
         """Whether one more request may be promised there."""
         raise NotImplementedError
 
+    def _spares_one(self, view: InstanceView, rank: int, need: Tokens) -> bool:
+        """Whether its reserve for clients of this rank has room for one of this length."""
+        raise NotImplementedError
+
+    def _fitting(self, need: Tokens, rank: int) -> list[InstanceView]:
+        """Those that take one of this length; if none does, those whose reserve has room."""
+        found = [view for view in self.all() if view.kv_tokens >= need]
+        if rank and not found:
+            found = [view for view in self.members if self._spares_one(view, rank, need)]
+        return found
+
     def _rank(self) -> None:
         """Bring all up to date."""
         self.order = Ranking([view.order for view in self.views])
@@ -532,14 +543,15 @@ class Prefills(Role):
     def _takes_one(self, view: InstanceView) -> bool:
         return view.takes_prefill
 
+    def _spares_one(self, view: InstanceView, rank: int, need: Tokens) -> bool:
+        return view.spares_prefill(rank, need)
+
     def able(self, need: Tokens, rank: int) -> Prefills | None:
         """Those that take one more request of this length from a client of this rank."""
         self.sync()
         if self.taking and need <= self.least_kv:
             return self
-        found = [view for view in self.all() if view.kv_tokens >= need]
-        if rank and not found:
-            found = [view for view in self.members if view.spares_prefill(rank, need)]
+        found = self._fitting(need, rank)
         return self.only(found) if found else None
 
     def _rank(self) -> None:
@@ -637,14 +649,15 @@ class Decodes(Role):
     def _takes_one(self, view: InstanceView) -> bool:
         return view.takes_decode
 
+    def _spares_one(self, view: InstanceView, rank: int, need: Tokens) -> bool:
+        return view.spares_decode(rank, need)
+
     def able(self, need: Tokens, rank: int) -> Decodes | None:
         """Those that take one more request of this length from a client of this rank."""
         self.sync()
         if self.taking and need <= self.least_kv:
             return self
-        found = [view for view in self.all() if view.kv_tokens >= need]
-        if rank and not found:
-            found = [view for view in self.members if view.spares_decode(rank, need)]
+        found = self._fitting(need, rank)
         return self.only(found) if found else None
 
     def _rank(self) -> None:
