@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import csv
 import json
+import multiprocessing
+import multiprocessing.util
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -208,6 +211,31 @@ def test_a_process_that_dies_takes_no_other_with_it() -> None:
     assert results[1] == 7
     assert isinstance(results[0], Failed)
     assert "3" in results[0].reason
+
+
+def test_ctrl_c_during_a_start_leaves_no_process_behind(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A process that Ctrl-C meets halfway through its start is ended like any other, in silence."""
+    real = multiprocessing.util.spawnv_passfds
+    started: list[int] = []
+
+    def interrupted(*args: Any) -> int:
+        pid = real(*args)
+        if b"resource_tracker" not in b"".join(map(os.fsencode, args[1])):
+            started.append(pid)
+            # any thread may take a signal of the process
+            taker = threading.Thread(target=os.kill, args=(os.getpid(), signal.SIGINT))
+            taker.start()
+            taker.join()
+        return pid
+
+    monkeypatch.setattr(multiprocessing.util, "spawnv_passfds", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        list(run_jobs([partial(time.sleep, 60)], 1))
+    with pytest.raises(ChildProcessError):  # its parent has waited for its end
+        os.waitpid(started[0], 0)
+    assert capfd.readouterr().err == ""
 
 
 def test_an_interrupted_sweep_keeps_what_is_done(trace: str, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import multiprocessing
 import signal
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any, TypeVar
@@ -41,9 +41,10 @@ def run_jobs(calls: Sequence[Callable[[], T]], at_once: int) -> Iterator[tuple[i
             while len(running) < at_once and (item := next(todo, None)) is not None:
                 ours, theirs = context.Pipe(duplex=False)
                 process = context.Process(target=_work, args=(item[1], theirs), daemon=True)
-                process.start()
+                with _interrupts_later():
+                    process.start()
+                    running[ours] = (item[0], process)
                 theirs.close()
-                running[ours] = (item[0], process)
             if not running:
                 return
             ready = wait(list(running))
@@ -54,6 +55,26 @@ def run_jobs(calls: Sequence[Callable[[], T]], at_once: int) -> Iterator[tuple[i
         for _, child in running.values():
             child.terminate()
             child.join()
+
+
+@contextmanager
+def _interrupts_later() -> Iterator[None]:
+    """Ctrl-C raises after the block, so no process is lost halfway through its start.
+
+    A process started in the block never sees Ctrl-C, which reaches all processes of a terminal: its
+    parent ends it.
+    """
+    came: list[int] = []
+    # the mask is for the child: here another thread may still take the signal
+    handler = signal.signal(signal.SIGINT, lambda number, _: came.append(number))
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        signal.signal(signal.SIGINT, handler)
+        if came:
+            signal.raise_signal(signal.SIGINT)
 
 
 def _outcome(ours: Connection, process: BaseProcess) -> Any:
@@ -69,8 +90,6 @@ def _outcome(ours: Connection, process: BaseProcess) -> Any:
 
 def _work(call: Callable[[], object], theirs: Connection) -> None:
     """The work of one process. The traceback of a bug goes to stderr, as from any process."""
-    # Ctrl-C reaches all processes; the parent ends this one
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         outcome = call()
     except MoonserveError as err:
