@@ -160,7 +160,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         _flag(
             "gateway conductor worker segment",
             "URL",
-            "URL of the KV store's master; none: the master runs in the gateway",
+            "URL of the KV store's master; none: the master runs in the process that has the"
+            " Conductor",
         ),
     ] = ""
     segment_bytes: Annotated[
@@ -347,7 +348,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         _flag(
             "up gateway conductor",
             "N",
-            "most KV blocks that the gateway's index knows, each counted once for each holder; a"
+            "most KV blocks that the Conductor's index knows, each counted once for each holder; a"
             " full index forgets blocks that were not used for long, about 150 bytes each",
         ),
     ] = 4_000_000
@@ -364,7 +365,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     max_body_bytes: Annotated[
         _Size,
         _flag(
-            "up gateway front conductor", "SIZE", "largest request body that the gateway accepts"
+            "up gateway front conductor", "SIZE", "largest request body that this process accepts"
         ),
     ] = 8 << 20
     keys: Annotated[

@@ -95,6 +95,18 @@ WORKER = ["worker", "--role", "both", "--name", "w0"]
         (["segment", "--name", "s", "--disk-dir", "/d"], "error: disk_dir: needs a size"),
         (["store", "get", "--text", "k" * 300], "error: key: must be at most 256 bytes, not 300"),
         (["worker", "--role", "both", "--name", ""], "error: name: must be 1 to 64 letters"),
+        (
+            ["conductor", "--workers", "4"],
+            "error: --workers: is no flag of `moonserve conductor`; give it to `moonserve gateway`",
+        ),
+        (["conductor", "--open"], "error: --open: is no flag of `moonserve conductor`; give it to"),
+        (["conductor", "--engine", "fake"], "error: --engine: is no flag of `moonserve conductor`"),
+        (
+            ["store", "serve", "--policy", "random"],
+            "error: --policy: is no flag of `moonserve store serve`; give it to `moonserve",
+        ),
+        (["conductor", "--socket", "/tmp/" + "x" * 200], "error: socket: has 205 bytes, and the"),
+        (["gateway", "--conductor", "/tmp/" + "x" * 200], "error: conductor: has 205 bytes, and"),
     ],
 )
 def test_wrong_settings_are_one_line_and_exit_code_2(argv: list[str], message: str) -> None:

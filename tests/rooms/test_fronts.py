@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import socket
 import ssl
@@ -297,9 +298,16 @@ def test_a_socket_of_another_process_is_not_taken(tmp_path: Path) -> None:
         await first.stop(0)
         with pytest.raises(FileNotFoundError):
             os.stat(path)
-        for wrong, why in ((tmp_path / "no" / "s", "No such file"), (tmp_path / ("x" * 200), "")):
-            with pytest.raises(ConfigError, match=f"socket: cannot listen at .*{why}"):
+        (tmp_path / "plain").write_text("kept")
+        for wrong, why in (
+            (tmp_path / "no" / "s", "cannot listen at .*No such file.*; choose a path in a folder"),
+            (tmp_path / ("x" * 200), "has [0-9]+ bytes, and the path of a unix socket has at most"),
+            (tmp_path / "plain", "is there and is no socket; remove it, or choose another path"),
+            (tmp_path, "is there and is no socket"),
+        ):
+            with pytest.raises(ConfigError, match=f"socket: .*{why}"):
                 await serve_socket(App({}), str(wrong), "socket")
+        assert (tmp_path / "plain").read_text() == "kept"
 
     asyncio.run(main())
 
@@ -493,10 +501,14 @@ def test_a_front_that_connects_twice_is_counted_once(tmp_path: Path) -> None:
     run(use, tmp_path)
 
 
-def test_a_request_under_way_precedes_a_later_one_of_its_id(tmp_path: Path) -> None:
-    """While the Conductor was away, another front may have accepted the same id."""
+def test_a_request_under_way_precedes_a_later_one_of_its_id(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """While the Conductor was away, another front may have accepted the same id. The log has the
+    end of the absence too."""
 
     async def use(it: Site) -> None:
+        caplog.set_level(logging.INFO)
         first, second = await it.front(), await it.front()
         inbox = opened(first)
         assert isinstance(await inbox.get(), Prefill)
@@ -512,6 +524,10 @@ def test_a_request_under_way_precedes_a_later_one_of_its_id(tmp_path: Path) -> N
         first.tell(PrefillEnded(R, 1, final=False))
         assert isinstance(await inbox.get(), Decode)
         assert it.requests == 1
+        lines = [line.getMessage() for line in caplog.records]
+        assert sum("is gone; requests under way wait" in line for line in lines) == 2
+        back = [line for line in lines if "a Conductor is there again, in term 1, at" in line]
+        assert [line.endswith("requests under way: 1") for line in back] == [True, True]
 
     run(use, tmp_path)
 

@@ -42,7 +42,10 @@ _COMMANDS: dict[str, tuple[str, str]] = {
         "Send a trace's requests to a running cluster; measure.",
     ),
     "gateway": ("moonserve.cli.roles:gateway", "Run one gateway."),
-    "conductor": ("moonserve.cli.roles:conductor", "Run the Conductor alone, for many gateways."),
+    "conductor": (
+        "moonserve.cli.roles:conductor",
+        "Run the Conductor alone, for fronts on any host.",
+    ),
     "worker": ("moonserve.cli.roles:worker", "Run one prefill or decode worker."),
     "register": ("moonserve.cli.register:register", "Put external engines into a registry."),
     "unregister": ("moonserve.cli.register:unregister", "Take external engines out of a registry."),
@@ -84,12 +87,30 @@ class _Cli(click.Group):
             if CORE.problem is not None:
                 raise ConfigError(CORE.problem, VARIABLE)
             return super().invoke(ctx)
+        except click.NoSuchOption as err:
+            if not (owners := _commands_with(err.option_name)):
+                raise
+            path = "moonserve" if err.ctx is None else err.ctx.command_path
+            what = f"error: {err.option_name}: is no flag of `{path}`; give it to {owners}"
+            click.echo(what, err=True)
+            ctx.exit(2)
         except MoonserveError as err:
             LINES.flush()  # the error may name the lines above it
             click.echo(f"error: {err}", err=True)
             ctx.exit(2 if isinstance(err, ConfigError) else 1)
         except KeyboardInterrupt:
             ctx.exit(130)
+
+
+def _commands_with(flag: str) -> str:
+    """The commands that have the flag of this setting, in words; empty: it is no setting."""
+    from moonserve.config import all_flags
+
+    found = all_flags().get(flag.removeprefix("--").replace("-", "_"))
+    names = {"serve": "store serve"}
+    # a front is a gateway with --conductor
+    commands = set() if found is None else found.commands - {"front"}
+    return " or ".join(f"`moonserve {names.get(it, it)}`" for it in sorted(commands))
 
 
 @click.group(

@@ -421,6 +421,13 @@ class RemoteConductor:
                 self._welcome(link)
                 if not self._welcomed.done():
                     self._welcomed.set_result(message)
+                else:
+                    log.info(
+                        "a Conductor is there again, in term %d, at %s; requests under way: %d",
+                        term,
+                        self.road.shown(link.url),
+                        len(self._lives),
+                    )
             case wire.EngineStates(engines):
                 self._engines = engines
                 if self._grace is None:

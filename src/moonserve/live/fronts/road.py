@@ -12,6 +12,7 @@ from collections.abc import Callable
 from moonserve.core.errors import NobodyAlive, RegistryError
 from moonserve.live.fronts import wire
 from moonserve.live.http.client import HttpClient, check_url, client_of
+from moonserve.live.http.unix import check_socket_path
 from moonserve.live.ports import Registry
 from moonserve.live.registry.entries import (
     CONDUCTORS,
@@ -63,8 +64,12 @@ class Road:
 
         Raises ConfigError: trying again cannot help; another MoonserveError: it may.
         """
-        shown = self.where if is_socket(self.where) else url
+        shown = self.shown(url)
         await switched(self._http, url, wire.PATH, link, self.token, _CONDUCTOR, _CALL_S, shown)
+
+    def shown(self, url: str) -> str:
+        """The address of the Conductor at this URL, for logs and errors."""
+        return self.where if is_socket(self.where) else url
 
     async def close(self) -> None:
         """Cut all connections that were made by this road."""
@@ -120,6 +125,7 @@ def road_of(where: str, token: str, tls: Tls | None, registry: Registry | None) 
         return LeaderRoad(where, lambda: client_of(tls), token, registry)
     if not where.startswith(_SCHEMES):
         if is_socket(where):
+            check_socket_path(where, _FIELD)
             return Road(where, lambda: HttpClient(path=where), token, "http://localhost")
         where = f"{'http' if tls is None else 'https'}://{where}"
     check_url(where, _FIELD)

@@ -16,9 +16,7 @@ import contextlib
 import errno
 import logging
 import os
-import socket
 import ssl
-import stat
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
@@ -51,6 +49,7 @@ from moonserve.live.http.message import (
 )
 from moonserve.live.http.places import PlaceLimits, Places
 from moonserve.live.http.switch import Switch
+from moonserve.live.http.unix import bound
 from moonserve.logs import KIND
 
 log = logging.getLogger(__name__)
@@ -900,41 +899,13 @@ async def serve(
 async def serve_socket(app: App, path: str, setting: str) -> Server:
     """Listen at a unix socket that only this user may use, and serve `app` on the running loop.
 
-    A socket that a killed process has left is replaced. Raises ConfigError, also if another process
-    listens there; `setting` is the name of the path's setting.
+    Raises ConfigError: see `bound`; `setting` is the name of the path's setting.
     """
-    held = socket.socket(socket.AF_UNIX)
-    try:
-        if _listens(path):
-            raise ConfigError(
-                f"another process listens at {path}; stop it, or choose another path", setting
-            )
-        with contextlib.suppress(FileNotFoundError):
-            if stat.S_ISSOCK(os.stat(path).st_mode):
-                os.unlink(path)
-        held.bind(path)
-        os.chmod(path, 0o600)  # nobody can connect before it listens
-    except OSError as error:
-        held.close()
-        why = error.strerror or error
-        raise ConfigError(f"cannot listen at {path}: {why}", setting) from None
-    except ConfigError:
-        held.close()
-        raise
+    held = bound(path, setting)
     connections = Connections(app, private=True)
     loop = asyncio.get_running_loop()
     listener = await loop.create_unix_server(lambda: Accepted(connections), sock=held, backlog=2048)
     return Server(connections, listener)
-
-
-def _listens(path: str) -> bool:
-    """Whether a process accepts connections at this unix socket. Raises OSError: it cannot be."""
-    with socket.socket(socket.AF_UNIX) as trial:
-        try:
-            trial.connect(path)
-        except (FileNotFoundError, ConnectionRefusedError):
-            return False
-    return True
 
 
 def bind_error(error: OSError, host: str, port: int, setting: str) -> ConfigError:
