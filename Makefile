@@ -10,16 +10,18 @@ VENV ?= .venv
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check
 # Python compiles what it imports at the first import; pip would compile all files, for a minute.
-INSTALL := $(PIP) install --quiet --no-compile
+# People see pip's progress, a log of CI does not.
+INSTALL := $(PIP) install $(if $(CI),--quiet) --no-compile
 ARGS ?=
 
 # Any Python from 3.11 on; PYTHON=… picks one.
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11 python3.14 python; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
 
-# The CPU build is enough. Where PyPI has a CUDA build only (Linux: several GB), give the address of
-# PyTorch's own index of CPU wheels: make up TORCH_INDEX=…
+# On Linux uv picks the build of torch: auto is the one for this machine's GPU, or the CPU build.
+# TORCH_INDEX=… is an index of wheels, from which pip takes torch instead.
 TORCH ?= torch==2.13.0
+TORCH_BACKEND ?= auto
 TORCH_INDEX ?=
 
 # The locks have the versions and hashes of everything but torch. LOCKED= takes the newest versions
@@ -39,10 +41,10 @@ $(RUN): pyproject.toml requirements/run.lock
 	@test -n "$(PYTHON)" || { echo "moonserve needs Python 3.11 or newer; name one: make PYTHON=/path/to/python3" >&2; exit 1; }
 	@test -x $(PY) || $(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); \
 	  echo "$(PYTHON) has no venv module (on Debian and Ubuntu: the package python3-venv)" >&2; exit 1; }
-	@echo "installing into $(VENV); torch alone has a few hundred MB"
+	@echo "installing into $(VENV): 60 MB of packages, then torch (CPU build: 200 MB)"
 	$(INSTALL) $(if $(LOCKED),$(HASHED)/run.lock,-r requirements/run.in)
-	$(INSTALL) "$(TORCH)" $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
-	$(INSTALL) --no-build-isolation $(if $(LOCKED),--no-deps) --editable .
+	$(PY) requirements/install_torch.py "$(TORCH)" --backend "$(TORCH_BACKEND)" --index "$(TORCH_INDEX)"
+	$(INSTALL) --no-build-isolation $(if $(LOCKED),--no-deps) --editable ".[engine]"
 	@touch $@
 
 $(DEV): $(RUN) requirements/dev.lock
@@ -144,7 +146,7 @@ $(TOOLS): requirements/tools.lock
 
 lock: $(TOOLS) ## write requirements/*.lock anew, with the newest versions
 	$(LOCK) --extra dev -o requirements/dev.lock
-	$(LOCK) --constraint requirements/dev.lock -o requirements/run.lock
+	$(LOCK) --extra engine --constraint requirements/dev.lock -o requirements/run.lock
 	$(COMPILE) requirements/tools.in -o requirements/tools.lock
 
 audit: $(TOOLS) ## known vulnerabilities of the locked packages, as far as PyPI answers

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from http.client import HTTPException
 from pathlib import Path
@@ -13,19 +14,30 @@ from urllib.error import HTTPError
 
 import pytest
 
-from tests.support.up import PROGRAM, STOP_S, Up, children_of, gone, send, shared_memory_of
+from tests.support.up import (
+    HIDES_TORCH,
+    PROGRAM,
+    STOP_S,
+    Up,
+    children_of,
+    gone,
+    send,
+    shared_memory_of,
+)
 
 pytestmark = [
     pytest.mark.model,  # for its tokenizer and chat template
     pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks at /proc"),
 ]
 FLAGS = ("--engine", "fake", "--segment-bytes", "64MiB")
+WITHOUT_TORCH = {"PYTHONPATH": os.pathsep.join([str(HIDES_TORCH), *sys.path])}
+"""The fake engine needs no package of the extra `engine`."""
 
 
 @pytest.fixture
 def up() -> Iterator[Up]:
     """A cluster of one gateway, one prefill and one decode worker."""
-    cluster = Up(*FLAGS)
+    cluster = Up(*FLAGS, environ=WITHOUT_TORCH)
     yield cluster
     cluster.end()
 

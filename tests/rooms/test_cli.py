@@ -41,6 +41,31 @@ def test_help_loads_nothing_heavy() -> None:
     assert "HEAVY []" in done.stdout
 
 
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["up", "--port", "0"],
+        ["worker", "--role", "prefill", "--name", "p0", "--gateway", "http://127.0.0.1:1"],
+        ["model", "export", "smollm2-135m-instruct", "exported"],
+    ],
+)
+@pytest.mark.parametrize("package", ["torch", "safetensors"])
+def test_a_real_model_without_its_engine_says_what_to_install(
+    argv: list[str], package: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Without the extra `engine`, commands that compute a model name it, and leave nothing."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MOONSERVE_TOKEN", "x" * 32)
+    monkeypatch.setitem(sys.modules, package, None)
+    result = run(*argv)
+    assert result.exit_code == 2
+    assert f"a real model needs {package}; install with: pip install 'moonserve[engine]'" in (
+        result.output
+    )
+    assert result.output.count("\n") == 1
+    assert not list(tmp_path.iterdir())
+
+
 def test_runs_as_a_module() -> None:
     """`python -m moonserve` is the program, and knows its version."""
     done = subprocess.run(

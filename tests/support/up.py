@@ -18,6 +18,8 @@ from threading import Thread
 from typing import Any
 
 PROGRAM = (sys.executable, "-m", "moonserve")
+HIDES_TORCH = Path(__file__).parent / "without_torch"
+"""In PYTHONPATH, this folder makes a process one without the extra `engine`."""
 TOKEN = "the-tests-own-token"
 START_S = 120.0
 STOP_S = 30.0

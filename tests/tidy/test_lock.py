@@ -39,7 +39,8 @@ def wanted(*extras: str) -> list[Requirement]:
 
 
 @pytest.mark.parametrize(
-    ("name", "extras"), [("run.lock", ()), ("dev.lock", ("dev", "mooncake", "etcd", "tls"))]
+    ("name", "extras"),
+    [("run.lock", ("engine",)), ("dev.lock", ("dev", "engine", "mooncake", "etcd", "tls"))],
 )
 def test_the_lock_has_what_the_project_asks_for(name: str, extras: tuple[str, ...]) -> None:
     """Every dependency is in the lock, in versions that pyproject.toml allows."""

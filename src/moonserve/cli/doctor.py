@@ -83,7 +83,7 @@ def _torch() -> Iterator[Finding]:
     try:
         yield Finding("torch", "ok", version("torch"))
     except PackageNotFoundError:
-        remedy = "pip install torch; without it only --engine fake works"
+        remedy = "pip install 'moonserve[engine]'; without it only --engine fake works"
         yield Finding("torch", "warn", "not installed", remedy)
 
 

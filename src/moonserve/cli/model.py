@@ -56,6 +56,9 @@ def export(ref: str, folder: Path, dtype: str) -> None:
 
     For engines that read no GGUF, such as vLLM: `vllm serve FOLDER`.
     """
+    from moonserve.live.engine import installed
+
+    installed.require("export")
     from moonserve.live.engine.export import export_folder
     from moonserve.live.model.catalog import resolve
 

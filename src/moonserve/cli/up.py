@@ -57,6 +57,10 @@ def up(config: Path | None, **flags: str | None) -> None:
         from moonserve.sim.axes import read_profile
 
         read_profile(settings.profile)  # report a wrong one now, before workers start
+    if settings.engine == "torch":
+        from moonserve.live.engine import installed
+
+        installed.require()
     if settings.transport == "mooncake":
         from moonserve.live.transfer import mooncake_master
 

@@ -24,6 +24,7 @@ from moonserve.core.schedule.facts import InstanceInfo, InstanceLoad
 from moonserve.core.units import InstanceId, SegmentId, Tokens
 from moonserve.live.access.guard import Guard, own_names
 from moonserve.live.clock import LoopClock
+from moonserve.live.engine import installed
 from moonserve.live.engine.fake import FakeEngine
 from moonserve.live.http.client import HttpClient, client_of
 from moonserve.live.http.server import Server, serve
@@ -383,6 +384,8 @@ async def _mount(rpc: HttpRpc, share: StoreSettings) -> KVStore:
 
 def load_model(config: WorkerConfig, say: Say) -> Loaded:
     """Load the engine and the tokenizer. Takes seconds; raises ConfigError."""
+    if config.engine == "torch":
+        installed.require()
     found = resolve(config.model)
     say(f"loading {found.name} for the {config.engine} engine")
     tokenizer = load_tokenizer(found.path)
