@@ -31,6 +31,7 @@ from moonserve.core.schedule.facts import (
 from moonserve.core.schedule.view import Promised
 from moonserve.core.units import RequestId, lease_of
 from moonserve.live.control.config import GatewayConfig
+from moonserve.live.control.leadership import Leadership
 from moonserve.live.control.loop import ConductorLoop
 from moonserve.live.fronts import wire
 from moonserve.live.fronts.counts import Family, lasting, summed
@@ -72,13 +73,16 @@ class Site:
         self.at: Served
         self.loop: ConductorLoop
         self.released: list[str] = []
+        self.leadership = Leadership()
         self.restart()
         self.server = self.listen()
         self.fronts: list[RemoteConductor] = []
 
     def listen(self) -> FrontServer:
         """A new front server, which accepts fronts."""
-        self.server = FrontServer(self.loop, WELCOME, limits=self.limits)
+        self.server = FrontServer(
+            self.loop, WELCOME, limits=self.limits, leadership=self.leadership
+        )
         self.server.open()
         return self.server
 
@@ -630,6 +634,49 @@ def test_another_protocol_is_cut_off(tmp_path: Path, said: bytes) -> None:
                 pass
         writer.close()
         assert isinstance(await opened(front).get(), Prefill)
+
+    run(use, tmp_path)
+
+
+def test_a_front_that_connects_again_is_counted_once(tmp_path: Path) -> None:
+    """A front reports all that it ever counted. If another Conductor leads, that one has it all."""
+
+    async def use(it: Site) -> None:
+        front = await it.front()
+
+        async def counted() -> list[float]:
+            return [f.samples[0][2] for f in await it.server.counts() if f.name == "c"]
+
+        async def lost(cut: Callable[[], None]) -> None:
+            link = front._link
+            cut()
+            await until(lambda: front._link not in (None, link))
+            await until(lambda: it.server.fronts == 1)
+
+        assert await counted() == [2.0]
+        await lost(lambda: front._link.transport.abort())  # type: ignore[union-attr]
+        assert await counted() == [2.0]
+        await lost(lambda: it.leadership.set_term(2))
+        assert await counted() == [2.0]
+        it.leadership.set_term(0)
+        assert await counted() == []
+
+    run(use, tmp_path)
+
+
+def test_counts_of_long_gone_fronts_are_kept_as_one_sum(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is kept for each front is bounded; no count is lost."""
+    monkeypatch.setattr("moonserve.live.fronts.server._PARTED", 1)
+
+    async def use(it: Site) -> None:
+        for _ in range(3):
+            front = await it.front()
+            assert await it.server.counts()
+            await front.leave()
+            await until(lambda: it.server.fronts == 0)
+        assert [f.samples[0][2] for f in await it.server.counts()] == [6.0]
 
     run(use, tmp_path)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import OrderedDict
 from typing import Any
 
 import msgspec
@@ -36,6 +37,8 @@ log = logging.getLogger(__name__)
 
 _COUNT_S = 1.0
 """Longest time a front may take to report its counts; after it, its last report is used."""
+_PARTED = 64
+"""Fronts without a connection whose counts are kept apart, since they may connect again."""
 _SAME_ID = "a request with id {} is under way; ids must differ"
 _encode = msgspec.msgpack.Encoder().encode
 _decode_enter = msgspec.msgpack.Decoder(wire.Enter).decode
@@ -67,8 +70,11 @@ class FrontServer:
         self._links: set[_FrontLink] = set()
         self._accepts = False
         self._meter = LocalMeter(conductor.now_us)
+        self._parted: OrderedDict[str, list[Family]] = OrderedDict()
+        """The counters and histograms of fronts without a connection, by front. A front reports all
+        that it ever counted, so these are no longer added once it is connected again."""
         self._gone: list[Family] = []
-        """The counters and histograms of fronts that are gone."""
+        """The sums over fronts that are longer gone than those."""
         conductor.watch_instances(self._send_instances)
 
     def routes(self) -> Routes:
@@ -133,7 +139,8 @@ class FrontServer:
     async def counts(self) -> list[Family]:
         """The sums over all fronts since the start."""
         await asyncio.gather(*(link.count() for link in list(self._links)))
-        return summed([self._gone, *(link.counted for link in self._links)])
+        linked = [link.counted for link in self._links]
+        return summed([self._gone, *self._parted.values(), *linked])
 
     # For the links
 
@@ -166,7 +173,10 @@ class FrontServer:
 
     def _disconnect(self, link: _FrontLink) -> None:
         self._links.discard(link)
-        self._gone = summed([self._gone, lasting(link.counted)])
+        self._parted[link.front] = summed([self._parted.get(link.front, []), lasting(link.counted)])
+        while len(self._parted) > _PARTED:
+            _, longest_gone = self._parted.popitem(last=False)
+            self._gone = summed([self._gone, longest_gone])
         for call in link.outgoing.values():
             call.ended()
         for metered in link.metered.values():
@@ -182,6 +192,8 @@ class FrontServer:
         for link in list(self._links):
             link.replace("another term has begun")
             self._disconnect(link)
+        self._parted.clear()  # the other Conductor has the counts of all fronts
+        self._gone = []
         self._conductor.abandon()
 
     def _hello(self, front: str, link: _FrontLink) -> None:
@@ -191,6 +203,7 @@ class FrontServer:
             old.replace("the front has connected again")
             self._left(old)
             self._conductor.settle()  # they end before they come anew
+        link.counted = self._parted.pop(front, [])
 
     def _adopt(self, message: wire.Adopting, link: _FrontLink) -> None:
         """Go on with a request of this front. It precedes a later one of the same id."""
