@@ -246,9 +246,8 @@ class Cluster:
         found |= {key: stats["store"].get(key, 0) for key in ("leases", "pending_puts")}
         with urllib.request.urlopen(self.url + "/metrics", timeout=30) as reply:
             lines = reply.read().decode().splitlines()
-        found["in_flight"] = next(
-            int(float(li.split()[1])) for li in lines if li.startswith("moonserve_in_flight ")
-        )
+        name = "moonserve_requests_in_flight "
+        found["in_flight"] = next(int(float(li.split()[1])) for li in lines if li.startswith(name))
         for instance in self.get("/api/instances"):
             own = self.get("/debug/ledger", instance["url"])
             found |= {f"{instance['id']}.{key}": value for key, value in own.items()}

@@ -79,7 +79,7 @@ def test_two_fronts_serve_and_what_they_say_is_of_both(up: Up) -> None:
         assert counted["moonserve_ttft_seconds_count"] == 304
         assert counted["moonserve_completion_tokens_total"] == 304 * 8
         assert counted["moonserve_good_requests_total"] == 304
-        assert counted["moonserve_in_flight"] == 0
+        assert counted["moonserve_requests_in_flight"] == 0
         assert up.get("/api/stats")["placed"] == 304
     assert counted["moonserve_connections"] >= 1
     for path in ("/health", "/ready", "/metrics", "/v1/models"):

@@ -68,9 +68,9 @@ def test_those_who_are_refused_and_obey_get_in_and_nothing_is_left() -> None:
         assert len(retries) == 0
         metrics = await it.http.request("GET", it.url + "/metrics", timeout_s=5)
         told = metrics.body.decode()
-        counted = re.findall(r"^moonserve_rejected_total\{.*\} (\d+)", told, re.MULTILINE)
+        counted = re.findall(r"^moonserve_rejected_requests_total\{.*\} (\d+)", told, re.MULTILINE)
         assert sum(map(int, counted)) == len(refused)
-        assert "moonserve_in_flight 0.0" in told
+        assert "moonserve_requests_in_flight 0.0" in told
         assert len(it.gateway.conductor.account) == 0
         assert "moonserve_good_requests_total " in told
         assert re.search(r"^moonserve_wasted_prefill_seconds_total \d", told, re.MULTILINE)

@@ -111,9 +111,9 @@ def test_a_gateway_without_model_files_serves_with_engines() -> None:
             assert health["instances"] == {"a": "up", "b": "up"}
             assert all("events: off" in said for said in health["alarms"])
             metrics = (await it.call("GET", "/metrics")).body.decode()
-            assert 'moonserve_instance_up{instance="a"} 1.0' in metrics
-            assert 'moonserve_instance_events{instance="b"} 0.0' in metrics
-            assert 'moonserve_instance_trust{instance="b"} 1.0' in metrics
+            assert 'moonserve_instance_up{instance_id="a"} 1.0' in metrics
+            assert 'moonserve_instance_events_followed{instance_id="b"} 0.0' in metrics
+            assert 'moonserve_instance_trust{instance_id="b"} 1.0' in metrics
             assert "moonserve_alarms 1.0" in metrics
             stats = await it.get("/api/stats")
             assert (stats["requests"], stats["store"]) == (0, {"backend": "none"})

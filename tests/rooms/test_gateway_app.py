@@ -1111,7 +1111,7 @@ def test_metrics() -> None:
             "moonserve_prompt_tokens_total 13.0",
             "moonserve_cached_tokens_total 6.0",
             "moonserve_completion_tokens_total 12.0",
-            "moonserve_in_flight 0.0",
+            "moonserve_requests_in_flight 0.0",
             "moonserve_client_disconnects_total 0.0",
         ]:
             assert line in text.splitlines(), line

@@ -384,7 +384,7 @@ def test_limits_hold_and_are_counted(tmp_path: Path) -> None:
             assert (await it.complete("b")).status == 200
             assert fault(await it.complete("b"))[0] == 429
             page = (await it.call("GET", "/metrics")).body.decode()
-            assert 'moonserve_rejected_total{reason="key_limit"} 2.0' in page
+            assert 'moonserve_rejected_requests_total{reason="key_limit"} 2.0' in page
 
     asyncio.run(test())
 

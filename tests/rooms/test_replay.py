@@ -268,7 +268,7 @@ class Gateway:
             return ""
         pairs = (
             ("vllm:time_to_first_token_seconds", 2.0),
-            ("moonserve:kv_hand_over_seconds", 0.04),
+            ("moonserve_kv_hand_over_seconds", 0.04),
         )
         return "".join(f"{name}_sum {total}\n{name}_count 4\n" for name, total in pairs)
 

@@ -136,7 +136,7 @@ def test_parts_are_the_whole(length: int, starts: list[int]) -> None:
             assert (sample.prefill_new, sample.decode_seqs) == (new, seqs), "one pass"
             page = bench.metrics.render().decode()
             labels = '{engine="0",model_name="m"}'
-            assert f"moonserve:kv_chained_blocks_total{labels} {start // BLOCK}.0" in page
+            assert f"moonserve_kv_chained_blocks_total{labels} {start // BLOCK}.0" in page
         await group.close()
 
     run(main())

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from moonserve.sim.trace import Trace
 
 _TTFT = "vllm:time_to_first_token_seconds"
-_HAND_OVER = "moonserve:kv_hand_over_seconds"
+_HAND_OVER = "moonserve_kv_hand_over_seconds"
 _MUCH, _MUCH_US = 1 / 3, 20_000
 """The share of a TTFT, or the time, above which calls and hand-overs are worth a warning."""
 _COMPARED = (

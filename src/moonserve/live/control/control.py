@@ -29,7 +29,14 @@ from moonserve.live.control.join import Internal
 from moonserve.live.control.leadership import Leadership
 from moonserve.live.control.loop import ConductorLoop
 from moonserve.live.control.placement_api import PlacementApi
-from moonserve.live.control.views import Api, Figures, alarm_metrics, conductor_metrics, open_alarms
+from moonserve.live.control.views import (
+    Api,
+    Figures,
+    alarm_metrics,
+    conductor_metrics,
+    instance_metrics,
+    open_alarms,
+)
 from moonserve.live.external.indexer_api import IndexerApi
 from moonserve.live.health import Health
 from moonserve.live.http.client import HttpClient
@@ -163,6 +170,8 @@ class Control(ProcessPart):
         loop = self._conductor
         reads: list[Callable[[], Iterable[Metric]]] = [
             partial(conductor_metrics, loop),
+            partial(instance_metrics, loop),
+            self._pool.metrics,
             self._indexer.metrics,
             partial(alarm_metrics, self._health.alarms),
         ]

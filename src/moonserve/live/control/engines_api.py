@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 PATH = "/api/instances"
 SOURCE = "HTTP"
 _EVENT_COUNTS = (
-    ("events_batches", "Batches of KV events that arrived.", "batches"),
+    ("events_batches", "Batches of KV events that arrived from an engine.", "batches"),
     ("events_gaps", "Times that batches of KV events were missing.", "gaps"),
     ("events_resets", "Times that all known blocks of an instance were forgotten.", "resets"),
     (
@@ -44,9 +44,17 @@ _EVENT_COUNTS = (
     ("events_malformed", "Messages that could not be read as KV events.", "malformed"),
 )
 _HIT_COUNTS = (
-    ("hit_predicted_tokens", "Prompt tokens predicted to be cached there.", "claimed"),
-    ("hit_confirmed_tokens", "Predicted tokens that were cached.", "found"),
-    ("hit_unpredicted_tokens", "Cached prompt tokens that were not predicted.", "unclaimed"),
+    ("hit_predicted_tokens", "Prompt tokens predicted to be cached at an instance.", "claimed"),
+    (
+        "hit_confirmed_tokens",
+        "Prompt tokens predicted to be cached at an instance that were.",
+        "found",
+    ),
+    (
+        "hit_unpredicted_tokens",
+        "Prompt tokens cached at an instance that were not predicted.",
+        "unclaimed",
+    ),
 )
 """Names of metrics, help texts, and fields of FeedCounts or Trust."""
 
@@ -87,37 +95,37 @@ def fleet_metrics(fleet: Fleet, conductor: ClusterRead) -> Iterator[Metric]:
     gauges: list[tuple[str, str, dict[InstanceId, float]]] = [
         (
             "up",
-            "Whether the engine answers and is used.",
+            "Whether an engine answers and is used.",
             {i: monitor.state == "up" and i in views for i, monitor in monitors.items()},
         ),
         (
-            "events",
-            "Whether its KV events are followed; 0: the gateway guesses what it holds.",
+            "events_followed",
+            "Whether the KV events of an engine are followed; 0: what it holds is guessed.",
             {i: i in feeds for i in monitors},
         ),
         (
             "events_trusted",
-            "Whether its events add up to what it holds.",
+            "Whether the KV events of an engine add up to what it holds.",
             {i: it.connected and it.trusted and not it.fault for i, it in feeds.items()},
         ),
         (
             "trust",
-            "The share of its claims to hold blocks that counts; 1: it is trusted.",
+            "The share of an instance's claims to hold blocks that counts; 1: it is trusted.",
             {i: view.trust.share for i, view in views.items()},
         ),
         (
-            "others",
-            "Requests there that did not come from this gateway.",
+            "other_requests",
+            "Requests at an engine that did not come from this gateway.",
             {i: view.external.waiting + view.external.running for i, view in views.items()},
         ),
     ]
     for name, text, values in gauges:
-        yield by_label(GaugeMetricFamily, f"instance_{name}", text, "instance", values)
+        yield by_label(GaugeMetricFamily, f"instance_{name}", text, "instance_id", values)
     trusts = {i: view.trust for i, view in views.items()}
     for counted, counts in ((feeds, _EVENT_COUNTS), (trusts, _HIT_COUNTS)):
         for name, text, field in counts:
             values = {i: getattr(it, field) for i, it in counted.items()}
-            yield by_label(CounterMetricFamily, f"instance_{name}", text, "instance", values)
+            yield by_label(CounterMetricFamily, f"instance_{name}", text, "instance_id", values)
 
 
 class WrongDescription(BadRequest):

@@ -177,11 +177,16 @@ def conductor_metrics(conductor: ConductorLoop) -> Iterator[Metric]:
             "Blocks that the prefix index knows, each counted once for each holder.",
             index.entries,
         ),
-        (now, "index_limit_blocks", "The most blocks that it may know.", index.max_entries),
+        (
+            now,
+            "index_limit_blocks",
+            "The most blocks that the prefix index may know.",
+            index.max_entries,
+        ),
         (
             counts,
             "index_evicted_blocks",
-            "Blocks that it forgot because it was full; their holders still have them.",
+            "Blocks that the full prefix index forgot; their holders still have them.",
             index.evicted,
         ),
         (
@@ -190,7 +195,12 @@ def conductor_metrics(conductor: ConductorLoop) -> Iterator[Metric]:
             "Requests served within their SLOs; TBT is the mean of a request.",
             account.good,
         ),
-        (counts, "good_tokens", "Input and output tokens of those requests.", account.good_tokens),
+        (
+            counts,
+            "good_tokens",
+            "Input and output tokens of requests served within their SLOs.",
+            account.good_tokens,
+        ),
         (
             counts,
             "wasted_prefill_seconds",
@@ -214,7 +224,7 @@ def conductor_metrics(conductor: ConductorLoop) -> Iterator[Metric]:
         (
             now,
             "spread_bytes_under_way",
-            "Bytes that these copies still have to move.",
+            "Bytes that copies of hot prefixes still have to move.",
             hot.bytes_under_way,
         ),
     ):
@@ -241,6 +251,60 @@ def conductor_metrics(conductor: ConductorLoop) -> Iterator[Metric]:
         figures = {"bias": errors.bias, "p50": errors.quantile(0.5), "p90": errors.quantile(0.9)}
         values = {of: value / unit for of, value in figures.items() if value is not None}
         yield by_label(now, name, text, "figure", values)
+
+
+_OF_INSTANCES: tuple[tuple[str, str, Callable[[InstanceView, Micros], float]], ...] = (
+    (
+        "prefill_queue_seconds",
+        "Predicted time until the prefills that are promised to an instance are done.",
+        lambda view, now_us: view.queue_us(now_us) / MICROS_PER_SECOND,
+    ),
+    ("prefills", "Prefills promised to an instance.", lambda view, _: view.prefills),
+    (
+        "decodes",
+        "Requests that decode at an instance, those of other senders included.",
+        lambda view, _: len(view.residencies.active) + view.external.running,
+    ),
+    (
+        "max_decodes",
+        "The most requests that an instance decodes at once.",
+        lambda view, _: view.info.max_seqs,
+    ),
+    (
+        "context_tokens",
+        "Context of the requests that decode at an instance.",
+        lambda view, _: view.residencies.context + view.external.context,
+    ),
+    ("kv_tokens", "The most context that fits into an instance.", lambda view, _: view.kv_tokens),
+    (
+        "tbt_seconds",
+        "Predicted TBT of an instance with one more request of 1,000 tokens.",
+        lambda view, _: view.tbt_us(1_000) / MICROS_PER_SECOND,
+    ),
+    (
+        "silence_seconds",
+        "Time since the last heartbeat of an instance.",
+        lambda view, now_us: (now_us - view.heard_us) / MICROS_PER_SECOND,
+    ),
+)
+
+
+def instance_metrics(conductor: ConductorLoop) -> Iterator[Metric]:
+    """What the Conductor knows and promised of each instance, and the objectives of the cluster."""
+    now_us = conductor.now_us()
+    views = list(conductor.views().values())
+    for name, text, value in _OF_INSTANCES:
+        gauge = GaugeMetricFamily(
+            f"moonserve_instance_{name}", text, labels=("instance_id", "role")
+        )
+        for view in views:
+            gauge.add_metric((view.info.id, view.info.role), value(view, now_us))
+        yield gauge
+    slo = conductor.tuning.slo
+    goals = {"ttft": slo.ttft_us, "tbt": slo.tbt_us}
+    values = {of: us / MICROS_PER_SECOND for of, us in goals.items() if us is not None}
+    text = "Objectives of requests that bring none of their own."
+    yield by_label(GaugeMetricFamily, "objective_seconds", text, "objective", values)
 
 
 def open_alarms(health: Health) -> list[str]:

@@ -78,7 +78,7 @@ class RequestMetrics(Collector):
             requests.add_metric((route, str(status)), count)
         yield requests
         rejected = CounterMetricFamily(
-            "moonserve_rejected", "Requests answered 429.", labels=("reason",)
+            "moonserve_rejected_requests", "Requests answered 429.", labels=("reason",)
         )
         for reason, count in sorted(self.rejected.items()):
             rejected.add_metric((reason,), count)
@@ -95,5 +95,5 @@ class RequestMetrics(Collector):
         ):
             yield CounterMetricFamily(f"moonserve_{name}", text, value=count)
         yield GaugeMetricFamily(
-            "moonserve_in_flight", "Requests being served.", value=self.in_flight
+            "moonserve_requests_in_flight", "Requests being served.", value=self.in_flight
         )

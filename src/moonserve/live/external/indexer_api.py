@@ -192,7 +192,7 @@ class IndexerApi:
         )
         yield CounterMetricFamily(
             "moonserve_indexer_evicted_blocks",
-            "Blocks that it forgot because the index of their space was full.",
+            "Blocks that the Indexer API forgot because the index of their space was full.",
             value=self._evicted + sum(space.evicted for space in spaces),
         )
 

@@ -817,11 +817,12 @@ class Server:
     def metrics(self) -> Iterable[Metric]:
         """The connections that are open, and those that were refused, for /metrics."""
         places = self._connections.places
-        yield GaugeMetricFamily("moonserve_connections", "Clients' open connections", places.count)
-        yield GaugeMetricFamily("moonserve_connections_limit", "Most connections", places.most)
+        yield GaugeMetricFamily("moonserve_connections", "Clients' open connections.", places.count)
+        text = "The most connections that there may be."
+        yield GaugeMetricFamily("moonserve_connections_limit", text, places.most)
         yield CounterMetricFamily(
             "moonserve_connections_refused",
-            "Connections closed for want of a place",
+            "Connections that were closed because there was no place for them.",
             places.refused,
         )
 

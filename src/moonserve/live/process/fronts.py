@@ -102,7 +102,7 @@ class FrontsLink(ProcessPart):
     async def _metrics(self, request: HttpRequest) -> Response:
         """The sums over all fronts, and the Conductor's own."""
         collectors = [it for part in self._deciding.parts for it in part.collectors()]
-        own = families([ProcessMetrics(), *collectors])
+        own = families([ProcessMetrics("conductor"), *collectors])
         registry = CollectorRegistry(auto_describe=False)
         registry.register(Summed(summed([await self._server.counts(), own])))
         return Response(body=generate_latest(registry), content_type=METRICS_TYPE)

@@ -27,7 +27,7 @@ from moonserve.live.http.server import (
     serve,
     serve_socket,
 )
-from moonserve.live.process.metrics import ProcessMetrics
+from moonserve.live.process.metrics import ProcessKind, ProcessMetrics
 from moonserve.live.process.supervise import beat, say, stop_event
 from moonserve.live.store.settings import url_of
 
@@ -45,7 +45,7 @@ class Process:
         front: Front | None = None,
         *,
         guard: Guard,
-        name: str,
+        name: ProcessKind,
     ) -> None:
         """front: serves clients, and is drained at the end; guard: of all paths; name: of the
         server, for its log."""
@@ -58,7 +58,7 @@ class Process:
         self._server: Server | None = None
         self._at_socket: Server | None = None
         if front is not None:
-            front.metrics.registry.register(ProcessMetrics())
+            front.metrics.registry.register(ProcessMetrics(name))
 
     @property
     def port(self) -> int:

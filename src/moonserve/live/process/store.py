@@ -14,12 +14,14 @@ from contextlib import AsyncExitStack
 import msgspec
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
+from prometheus_client.registry import Collector
 
 from moonserve.core.store.master import Master
 from moonserve.core.store.words import Terms
 from moonserve.core.units import seconds_to_us
 from moonserve.live.access.guard import Guard, own_names
 from moonserve.live.clock import LoopClock
+from moonserve.live.control.views import Figures
 from moonserve.live.http.client import HttpClient, client_of
 from moonserve.live.http.message import HttpRequest, Response, json_response
 from moonserve.live.http.server import App, Handler, Server, serve
@@ -104,6 +106,7 @@ async def run_master(config: MasterConfig, say: Say = say) -> None:
 
     routes: dict[tuple[str, str], Handler] = {
         ("GET", "/health"): health,
+        ("GET", "/metrics"): _page(ProcessMetrics("store"), Figures(pool.metrics)),
         ("GET", "/api/health"): health,
         ("GET", "/api/stats"): stats,
         **pool.routes(),
@@ -176,21 +179,27 @@ async def _reach(config: SegmentConfig, http: HttpClient, stack: AsyncExitStack)
     return rpc
 
 
-async def _serve_metrics(config: SegmentConfig, client: StoreClient, port: int) -> Server:
-    """Serve health and the lanes' metrics. Raises ConfigError if the port is taken."""
+def _page(*collectors: Collector) -> Handler:
+    """The handler of /metrics."""
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(ProcessMetrics())
-    registry.register(LaneMetrics(client.transfer.stats))
-
-    async def health(request: HttpRequest) -> Response:
-        return json_response({"status": "ok", "id": config.settings.segment})
+    for collector in collectors:
+        registry.register(collector)
 
     async def metrics(request: HttpRequest) -> Response:
         return Response(body=generate_latest(registry), content_type=CONTENT_TYPE_PLAIN_0_0_4)
 
+    return metrics
+
+
+async def _serve_metrics(config: SegmentConfig, client: StoreClient, port: int) -> Server:
+    """Serve health and the lanes' metrics. Raises ConfigError if the port is taken."""
+
+    async def health(request: HttpRequest) -> Response:
+        return json_response({"status": "ok", "id": config.settings.segment})
+
     routes: dict[tuple[str, str], Handler] = {
         ("GET", "/health"): health,
-        ("GET", "/metrics"): metrics,
+        ("GET", "/metrics"): _page(ProcessMetrics("segment"), LaneMetrics(client.transfer.stats)),
     }
     mine = config.settings
     app = App(routes, gate=Guard(""), name=f"segment {mine.segment}")

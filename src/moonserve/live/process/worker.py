@@ -97,7 +97,7 @@ class Worker:
         shape = engine.shape
         namespace = Namespace(model, shape.revision, shape.layout, shape.block_size)
         metrics = Metrics(model)
-        metrics.registry.register(ProcessMetrics())
+        metrics.registry.register(ProcessMetrics("worker"))
         metrics.cache(shape.block_size, shape.num_blocks)
         if isinstance(store, StoreClient):
             metrics.registry.register(LaneMetrics(store.transfer.stats))

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
+from prometheus_client.metrics_core import Metric
 
 from moonserve.core.errors import BadRequest
 from moonserve.core.kv.facts import BlockEvent
@@ -21,6 +22,7 @@ from moonserve.live.http.server import Handler
 from moonserve.live.http.switch import Switch
 from moonserve.live.rpc.connection import Answer, ConnectionLimits, RpcConnection
 from moonserve.live.store import admin, operations, wire
+from moonserve.live.store.metrics import master_metrics
 from moonserve.live.store.pool import Pool
 from moonserve.live.store.server import MasterService
 from moonserve.live.store.wire import PATH, PROTOCOL
@@ -65,6 +67,10 @@ class LocalPool(Pool):
     async def lookup(self, query: Mapping[str, str]) -> Any:
         """See admin.lookup."""
         return admin.lookup(self.service.master, query)
+
+    def metrics(self) -> Iterable[Metric]:
+        """See Pool.metrics."""
+        return master_metrics(self.service.master.stats())
 
     def release(self, lease: LeaseId) -> None:
         """End a lease."""

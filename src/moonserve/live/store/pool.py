@@ -6,8 +6,10 @@ none) implement it; live.control uses it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
+
+from prometheus_client.metrics_core import Metric
 
 from moonserve.core.units import BlockKey, LeaseId, SegmentId
 from moonserve.live.http.server import Handler
@@ -21,6 +23,10 @@ class Pool(Protocol):
 
     async def lookup(self, query: Mapping[str, str]) -> Any:
         """What GET /api/segments answers to this query, for JSON. Raises MoonserveError."""
+
+    def metrics(self) -> Iterable[Metric]:
+        """The ledgers of a master in this process, for /metrics; nothing if it is elsewhere."""
+        return ()
 
     def release(self, lease: LeaseId) -> None:
         """End a lease soon. If that fails, it ends by its time to live."""

@@ -1,6 +1,6 @@
 """What a worker measures: Prometheus metrics, and samples for the Conductor and /debug/stages.
 
-Metrics have vLLM's names where vLLM has them, else moonserve:… Every worker has its own registry,
+Metrics have vLLM's names where vLLM has them, else moonserve_… Every worker has its own registry,
 so that several can run in one process. All parts of a worker report here; nothing here waits.
 """
 
@@ -125,22 +125,22 @@ class Metrics:
             "vllm:num_preemptions", "Cumulative number of preemptions from the engine."
         )
         self._kv_recomputed = self._counter(
-            "moonserve:kv_recomputed_tokens",
+            "moonserve_kv_recomputed_tokens",
             "Prompt tokens a decode worker computed because their KV was not in the store.",
         )
         self.kv_ahead = self._counter(
-            "moonserve:kv_ahead_blocks", "Blocks that were here before their request came."
+            "moonserve_kv_ahead_blocks", "Blocks that were here before their request came."
         )
         self.kv_chained = self._counter(
-            "moonserve:kv_chained_blocks",
+            "moonserve_kv_chained_blocks",
             "Blocks that came from the worker of the part before, layer by layer.",
         )
         self._chain_wait = self._counter(
-            "moonserve:chain_wait_seconds",
+            "moonserve_chain_wait_seconds",
             "What passes over parts of prompts waited for the KV of earlier parts.",
         )
         self.kv_errors = self._counter(
-            "moonserve:kv_store_errors", "Store calls that failed or ran past their deadline."
+            "moonserve_kv_store_errors", "Store calls that failed or ran past their deadline."
         )
         success = Counter(
             "vllm:request_success",
@@ -159,12 +159,12 @@ class Metrics:
             "vllm:inter_token_latency_seconds", "Inter-token latency in seconds.", _ITL_S
         )
         self._load = self._histogram(
-            "moonserve:kv_load_seconds",
+            "moonserve_kv_load_seconds",
             "From a request's admission until its KV in the store was loaded, in seconds.",
             _TTFT_S,
         )
         self._hand_over = self._histogram(
-            "moonserve:kv_hand_over_seconds",
+            "moonserve_kv_hand_over_seconds",
             "From a prefill's last pass until all its KV was in the shared store, in seconds.",
             _TTFT_S,
         )
