@@ -24,7 +24,7 @@ class ProcessMetrics(Collector):
     """The counts of this process. Its CPU time, memory and descriptors are known on Linux only."""
 
     def __init__(self, kind: ProcessKind) -> None:
-        self._label = {"process": kind}
+        self._label: dict[str, str] = {"process": kind}
         self._system = ProcessCollector(registry=None)
 
     def collect(self) -> Iterable[Metric]:
