@@ -197,7 +197,7 @@ class Cluster:
             sys.executable, "-m", "moonserve", "up", "--port", "0", "--engine", "fake",
             "--profile", str(profile), "--prefill", "1", "--decode", str(DECODES),
             "--max-seqs", "150", "--segment-bytes", "64MiB", "--admission", mode,
-            "--ttft-slo-ms", str(TTFT_MS), "--tbt-slo-ms", str(TBT_MS),
+            "--ttft-slo", f"{TTFT_MS}ms", "--tbt-slo", f"{TBT_MS}ms",
         ]  # fmt: skip
         self.log = folder / f"{mode}.log"
         env = {**os.environ, "CI": "true"}

@@ -26,7 +26,7 @@ ARMS: dict[str, dict[str, Any]] = {
 SPEEDS = [1.0, 1.5, 2.0]
 ROWS = 2_000
 ADMISSIONS = ["none", "predictive"]
-GOALS: dict[str, Any] = {"ttft_slo_s": 10.0, "tbt_slo_ms": 100.0, "first_token": "decode"}
+GOALS: dict[str, Any] = {"ttft_slo": "10s", "tbt_slo": "100ms", "first_token": "decode"}
 LONG = 64_000
 """Tokens from which on a prompt is a long one: 10 s of one node's time."""
 
@@ -37,11 +37,11 @@ LONG = 64_000
 def alone(form: str, tokens: int, nodes: int) -> dict[str, Any]:
     """One prompt in an idle cluster, by exactly so many nodes."""
     trace = Trace("one prompt", 512, [Row(0, tokens, 2, tuple(range(-(-tokens // 512))))])
-    hurry_s = 1e-3 if nodes > 1 else None  # never met, so as many as may be share it
+    hurry = "1ms" if nodes > 1 else None  # never met, so as many as may be share it
     sim = Simulation(
         trace,
         setup_of(
-            {"split": f"{nodes}+1", "cpp": nodes, "cpp_form": form, "ttft_slo_s": hurry_s}
+            {"split": f"{nodes}+1", "cpp": nodes, "cpp_form": form, "ttft_slo": hurry}
             | {"profile": "a800"}
         ),
     )

@@ -30,7 +30,7 @@ def served(requests: int, policy: str, one_copy: bool, spreads: bool) -> dict[st
     """One cell of the table."""
     arm = {"policy": policy, "one_copy": one_copy}
     most = Tuning().spread_bytes if spreads else 0
-    setup = setup_of({**arm, "spread_bytes": most, "tbt_slo_ms": None})  # prefill alone counts
+    setup = setup_of({**arm, "spread_bytes": most, "tbt_slo": None})  # prefill alone counts
     sim = Simulation(synthesize(1, requests, RPS, SHAPE), setup)
     sim.run()
     found = measure(sim, 0.0).summary

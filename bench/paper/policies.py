@@ -33,7 +33,7 @@ LOADS = [1.0, 1.5, 2.0, 2.5, 3.0]
 IDEAL = "one FCFS queue, ideal shared pool"
 OURS = "late_binding"
 GOALS: dict[str, dict[str, Any]] = {
-    "ttft": {"tbt_slo_ms": None},
+    "ttft": {"tbt_slo": None},
     "both": {},
     "again": {"first_token": "decode"},
 }
@@ -108,7 +108,7 @@ def show_speeds(found: Any, page: Page) -> None:
     page.say(
         "One cell by hand, the highest speed and the first that misses: "
         "`moonserve sweep --trace mooncake_conversation.jsonl --policy late_binding --split 8+8 "
-        "--speed 2.35,2.4 --set tbt_slo_ms=null`. The first column has `--set tbt_slo_ms=null`, no "
+        "--speed 2.35,2.4 --set tbt_slo=null`. The first column has `--set tbt_slo=null`, no "
         "objective for TBT; the second neither flag, since 200 ms is the default; the third "
         "`--set first_token=decode`."
     )
@@ -186,8 +186,8 @@ def draw_speeds(found: Any) -> Any:
 
 
 ARMS: dict[str, dict[str, Any]] = {
-    "TTFT alone, nobody refused": {"tbt_slo_ms": None, "admission": "none"},
-    "TTFT alone, refused what would miss it": {"tbt_slo_ms": None, "admission": "ttft"},
+    "TTFT alone, nobody refused": {"tbt_slo": None, "admission": "none"},
+    "TTFT alone, refused what would miss it": {"tbt_slo": None, "admission": "ttft"},
 }
 
 
@@ -307,7 +307,7 @@ def shape_of(name: str, policy: str, load: float, rows: int, split: str = "8+8")
     """Shares of requests and of input tokens in time, by seed."""
     shares = []
     for seed in SEEDS:
-        objectives = {"split": split, "tbt_slo_ms": None, "admission": "ttft"}
+        objectives = {"split": split, "tbt_slo": None, "admission": "ttft"}
         trace = _loaded(name, seed, rows, load, split)
         [cell] = grid({"trace": "-", "policy": policy, "speed": 1.0, **objectives})
         shares.append(in_time(trace, cell.setup))

@@ -20,9 +20,10 @@ from typing import Annotated, Any, Literal, TypeAlias, TypeVar, get_type_hints
 import msgspec
 
 from moonserve.core.errors import ConfigError
-from moonserve.core.units import LEAST_MOONCAKE_BYTES, MAX_BYTES, Bytes, Tokens
+from moonserve.core.units import LEAST_MOONCAKE_BYTES, MAX_BYTES, Bytes, Micros, Tokens
 from moonserve.invalid import in_words, nearest
 from moonserve.logs import LineHandler, RepeatLimit
+from moonserve.quantity import MAX_US, parse_bytes, parse_duration_us
 
 ENV_PREFIX = "MOONSERVE_"
 IN_ETCD = ("etcd://", "etcds://")
@@ -31,7 +32,8 @@ Level: TypeAlias = Literal["DEBUG", "INFO", "WARNING", "ERROR"]
 _Admission: TypeAlias = Literal["none", "ttft", "early", "predictive"]
 _Processes: TypeAlias = Annotated[int, msgspec.Meta(ge=1, le=64)]
 _Seconds: TypeAlias = Annotated[float, msgspec.Meta(gt=0, le=3600)]
-_Milliseconds: TypeAlias = Annotated[float, msgspec.Meta(ge=0.001, le=1e9)]
+_Duration: TypeAlias = Annotated[Micros, msgspec.Meta(ge=1, le=MAX_US)]
+"""A time that is written with its unit, such as 30s; see moonserve.quantity."""
 _Size: TypeAlias = Annotated[int, msgspec.Meta(gt=0, le=MAX_BYTES)]
 _SizeOrNone: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=MAX_BYTES)]
 
@@ -40,7 +42,8 @@ class Flag(msgspec.Struct, frozen=True):
     """How one setting looks on the command line."""
 
     metavar: str
-    """What stands for its value in --help. A value of SIZE may have a unit, such as 512MiB."""
+    """What stands for its value in --help. A value of SIZE may have a unit, such as 512MiB; a value
+    of TIME must have one, such as 30s, and is kept in microseconds."""
     text: str
     """The help text; without the default, which is appended."""
     commands: frozenset[str]
@@ -279,13 +282,21 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             "policy that picks the instances for a request; a wrong name prints all names",
         ),
     ] = "kvcache_centric"
-    ttft_slo_ms: Annotated[
-        _Milliseconds | None,
-        _flag("up gateway conductor", "MS", "default SLO for the time to the first token (TTFT)"),
+    ttft_slo: Annotated[
+        _Duration | None,
+        _flag(
+            "up gateway conductor",
+            "TIME",
+            "default SLO for the time to the first token (TTFT), such as 2s",
+        ),
     ] = None
-    tbt_slo_ms: Annotated[
-        _Milliseconds | None,
-        _flag("up gateway conductor", "MS", "default SLO for the time between tokens (TBT)"),
+    tbt_slo: Annotated[
+        _Duration | None,
+        _flag(
+            "up gateway conductor",
+            "TIME",
+            "default SLO for the time between tokens (TBT), such as 100ms",
+        ),
     ] = None
     admission: Annotated[
         _Admission,
@@ -581,21 +592,6 @@ def filled(kind: type[_Filled], settings: Settings, command: str, /, **others: A
 
 
 _LEAST_SEGMENT: Bytes = 1 << 20
-_UNITS = {"": 0, "K": 10, "M": 20, "G": 30, "T": 40}
-
-
-def parse_bytes(text: str | int) -> Bytes:
-    """Read a size such as "512MiB", "2GiB" or "4096"; units are powers of 1,024.
-
-    Raises ValueError with the remedy.
-    """
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?\s*", str(text), re.IGNORECASE)
-    if match is None:
-        raise ValueError(f"{text!r} is not a size; write it like 512MiB or 2GiB")
-    size = float(match[1]) * (1 << _UNITS[match[2].upper()])
-    if size > MAX_BYTES:
-        raise ValueError(f"{text!r} is more than any size can be: {MAX_BYTES >> 40}TiB")
-    return int(size)
 
 
 def load(
@@ -717,11 +713,14 @@ def _unknown(name: str, known: Iterable[str], source: str) -> ConfigError:
 
 def _convert(merged: dict[str, object], origin: Mapping[str, str]) -> Settings:
     for name, flag in all_flags().items():
-        if flag.metavar == "SIZE" and isinstance(value := merged.get(name), str):
-            try:
+        value = merged.get(name)
+        try:
+            if flag.metavar == "SIZE" and isinstance(value, str):
                 merged[name] = parse_bytes(value)
-            except ValueError as err:
-                raise ConfigError(f"{err} (from {origin[name]})", name) from err
+            elif flag.metavar == "TIME" and value is not None:
+                merged[name] = parse_duration_us(value)
+        except ValueError as err:
+            raise ConfigError(f"{err} (from {origin[name]})", name) from err
     try:
         settings = msgspec.convert(merged, Settings, strict=False)
     except msgspec.ValidationError as err:

@@ -89,7 +89,7 @@ WORKER = ["worker", "--role", "both", "--name", "w0"]
         (["key", "list"], "error: keys: name the file with the keys"),
         ([*WORKER, "--host", "192.0.2.1"], "error: token: bound to 192.0.2.1, so other machines"),
         (["up", "--policy", "best"], "error: policy: must be one of random, round_robin"),
-        (["gateway", "--ttft-slo-ms", "-1"], "error: ttft_slo_ms: must be 0.001 or more"),
+        (["gateway", "--ttft-slo", "30"], "error: ttft_slo: 30 has no unit; write 30s for seconds"),
         (["explain", "r1", "--url", "ftp://x"], "error: url: 'ftp://x' is no address"),
         (["up", "--kv-memory-bytes", "much"], "error: kv_memory_bytes: 'much' is not a size"),
         (["ask", "hi", "--url", "ftp://x"], "error: url: 'ftp://x' is no address"),
@@ -199,7 +199,7 @@ def test_a_gateways_flags_reach_it(monkeypatch: pytest.MonkeyPatch) -> None:
         given.append(config)
 
     monkeypatch.setattr("moonserve.live.process.gateway.run_gateway", note)
-    flags = ["--policy", "late_binding", "--ttft-slo-ms", "1500.5", "--admission", "ttft"]
+    flags = ["--policy", "late_binding", "--ttft-slo", "1500.5ms", "--admission", "ttft"]
     assert run("gateway", *flags).exit_code == 0
     assert run("gateway").exit_code == 0
     told, plain = given
@@ -260,7 +260,7 @@ def test_children_read_the_same_settings(monkeypatch: pytest.MonkeyPatch) -> Non
         block_size=16,
         kv_memory_bytes=1 << 20,
         drain_s=1.5,
-        tbt_slo_ms=2.5,
+        tbt_slo=2_500,
         logging=Logging("ERROR", {"core.x": "DEBUG"}),
     )
     assert load(None, child_env(settings), {}) == settings

@@ -1,6 +1,7 @@
 """Settings: layers, and errors that name their field and remedy."""
 
 import logging
+import re
 from pathlib import Path
 
 import msgspec
@@ -14,13 +15,13 @@ from moonserve.config import (
     all_flags,
     apply_logging,
     load,
-    parse_bytes,
     read_yaml,
 )
 from moonserve.core.errors import ConfigError
 from moonserve.core.schedule.tuning import Tuning
 from moonserve.live.control.config import GatewayConfig
 from moonserve.live.worker.config import WorkerConfig
+from moonserve.quantity import parse_bytes, parse_duration_us, shown_duration
 
 
 @pytest.fixture
@@ -68,6 +69,37 @@ def test_sizes_are_human(text: str, size: int) -> None:
 
 
 @pytest.mark.parametrize(
+    ("text", "time_us"),
+    [
+        *[("30s", 30_000_000), ("100ms", 100_000), ("2.5 ms", 2_500), ("7us", 7)],
+        *[("2m", 120_000_000), (".5h", 1_800_000_000), (" 1s ", 1_000_000)],
+    ],
+)
+def test_times_have_units(text: str, time_us: int) -> None:
+    """Times are read with their unit, in flags, environment and file alike, and written as read."""
+    assert parse_duration_us(text) == time_us
+    assert parse_duration_us(shown_duration(time_us)) == time_us
+    assert load(None, {"MOONSERVE_TTFT_SLO": text}, {}).ttft_slo == time_us
+
+
+@pytest.mark.parametrize("text", ["30", "0.1", ".5", "5."])
+def test_a_bare_number_is_no_time(text: str) -> None:
+    """It may be seconds or milliseconds, so the error says how to write both."""
+    with pytest.raises(ValueError, match=f"write {re.escape(text)}s for seconds or") as caught:
+        parse_duration_us(text)
+    assert f"{text}ms" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "s", "-1s", "1e3s", "nans", "infs", "3 min", "0.4us", "9999999h"]
+)
+def test_what_is_no_time_is_refused(text: str) -> None:
+    """Also what would be no time at all, or longer than any."""
+    with pytest.raises(ValueError, match=r"is not a time|must be from 1us"):
+        parse_duration_us(text)
+
+
+@pytest.mark.parametrize(
     ("yaml", "message"),
     [
         ("prot: 1", r"^prot: unknown setting in .*moonserve.yaml; did you mean port\?"),
@@ -82,8 +114,11 @@ def test_sizes_are_human(text: str, size: int) -> None:
         ("admission: all", r"^admission: must be early, none, predictive or ttft \('all' from"),
         ("predictor: oracle", r"^predictor: must be uniform or survival "),
         ("decode_kv: 0", r"^decode_kv: must be off, end or a number of blocks, 1 or more \(0 from"),
-        ("ttft_slo_ms: 0", r"^ttft_slo_ms: must be 0.001 or more"),
-        ("tbt_slo_ms: soon", r"^tbt_slo_ms: must be a number \('soon' from"),
+        ("ttft_slo: 0s", r"^ttft_slo: '0s' must be from 1us to 1000000s \(from "),
+        ("ttft_slo: 30", r"^ttft_slo: 30 has no unit; write 30s for seconds or 30ms \(from "),
+        ("tbt_slo: soon", r"^tbt_slo: 'soon' is not a time; write it like 30s or 100ms"),
+        ("tbt_slo: [1s]", r"^tbt_slo: .* is not a time"),
+        ("ttft_slo_ms: 9", r"^ttft_slo_ms: unknown setting in .*; did you mean ttft_slo\?"),
         ("engine: tensorrt", r"^engine: must be fake or torch \('tensorrt' from"),
         ("store: redis", r"^store: must be embedded or mooncake \('redis' from"),
         ("mooncake_master: here", r"^mooncake_master: write it like 127.0.0.1:50051 \('here' from"),

@@ -254,7 +254,7 @@ def test_a_request_too_long_for_its_objective_binds_neither() -> None:
 @pytest.mark.parametrize(
     ("flag", "value"),
     [
-        *(("--tbt-slo", "-1"), ("--ttft-slo", "0"), ("--cache-blocks", "lots")),
+        *(("--tbt-slo", "-1ms"), ("--ttft-slo", "0s"), ("--cache-blocks", "lots")),
         *(("--attainment", "nan"), ("--tolerance", "nan")),
     ],
 )

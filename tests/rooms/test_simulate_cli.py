@@ -68,7 +68,7 @@ def test_json_has_the_stable_names(path: Path) -> None:
 def test_the_table_says_the_same(path: Path) -> None:
     """People read the figures of --json, with the goals beside them."""
     found = figures(path)
-    table = run(path, "--ttft-slo", "5", "--tbt-slo", "90").stdout
+    table = run(path, "--ttft-slo", "5s", "--tbt-slo", "90ms").stdout
     assert "chat at 1x" in table
     assert "2 prefill + 2 decode, kvcache_centric, a800-loaded" in table
     assert f"mean {found['ttft_mean_s']:.2f} s" in table
@@ -86,7 +86,7 @@ def test_options_reach_the_simulation(path: Path) -> None:
         ("--profile", "h800"),
         ("--cache-blocks", "0"),
         ("--limit", "20"),
-        ("--ttft-slo", "0.1", "--admission", "ttft"),
+        ("--ttft-slo", "100ms", "--admission", "ttft"),
         ("--speed", "9", "--prefill-seqs", "8"),
         ("--chunk-tokens", "512"),
         ("--no-overlap",),
@@ -98,7 +98,7 @@ def test_options_reach_the_simulation(path: Path) -> None:
     ):
         assert figures(path, *argv)["digest"] != usual["digest"], argv
     assert figures(path, "--seed", "5")["digest"] == usual["digest"], "this policy does not draw"
-    assert figures(path, "--tbt-slo", "1")["attainment"] == 0
+    assert figures(path, "--tbt-slo", "1ms")["attainment"] == 0
     infinite = figures(path, "--cache-blocks", "infinite", "--eviction", "fifo")
     assert infinite["hit_rate_tokens"] >= usual["hit_rate_tokens"]
     racks = figures(path, "--racks", "2", "--keep-output", "--threshold", "2")
@@ -158,7 +158,7 @@ class _Page(HTMLParser):
         assert self.open.pop() == tag
 
 
-@pytest.mark.parametrize("argv", [(), ("--mixed", "3"), ("--limit", "1"), ("--ttft-slo", "1e-6")])
+@pytest.mark.parametrize("argv", [(), ("--mixed", "3"), ("--limit", "1"), ("--ttft-slo", "1us")])
 def test_the_page_stands_alone(path: Path, tmp_path: Path, argv: tuple[str, ...]) -> None:
     """--report is one well-formed file with its plots inside, however little there was to plot."""
     file = tmp_path / "run.html"
@@ -190,9 +190,9 @@ def test_a_request_is_explained(path: Path) -> None:
 
 def test_a_refusal_is_explained(path: Path) -> None:
     """Who was refused is told why, though nobody served it; no time is rounded away."""
-    said = run(path, "--explain", "r000000", "--admission", "ttft", "--ttft-slo", "1e-6").stdout
+    said = run(path, "--explain", "r000000", "--admission", "ttft", "--ttft-slo", "1us").stdout
     assert "misses the objective of 0.001 ms" in said
-    said = run(path, "--explain", "r000000", "--admission", "ttft", "--ttft-slo", "0.01").stdout
+    said = run(path, "--explain", "r000000", "--admission", "ttft", "--ttft-slo", "10ms").stdout
     assert "request r000000: refused" in said
     assert "10 ms" in said
 
@@ -217,8 +217,8 @@ def test_the_profiler_says_where_time_went(path: Path, tmp_path: Path) -> None:
         (("--fault", "kill:p000@" + "9" * 400), "--fault"),
         (("--fault", "kill:p009@3"), "fault: p009 is none of d000, d001, p000, p001"),
         (("--cache-blocks", "lots"), "--cache-blocks: lots is neither"),
-        (("--ttft-slo", "nan"), "--ttft-slo"),
-        (("--tbt-slo", "0"), "--tbt-slo"),
+        (("--ttft-slo", "30"), "ttft_slo: 30 has no unit; write 30s for seconds or 30ms"),
+        (("--tbt-slo", "0s"), "tbt_slo: "),
         (("--threshold", "-1"), "--threshold"),
         (("--speed", "0"), "speed"),
         (("--speed", "1e-300"), "speed: 1e-300 is too slow for chat: must be above "),
@@ -270,10 +270,9 @@ def test_json_says_how_to_repeat_it(path: Path, tmp_path: Path) -> None:
     assert (setup["trace"], setup["trace_rows"], setup["moonserve"]) == ("chat", 30, __version__)
     assert figures(path)["setup"]["trace_digest"] != setup["trace_digest"]  # type: ignore[index]
     mine.write_bytes(msgspec.json.encode(setup["profile"]))
-    units = {"ttft_slo_s": "ttft_slo", "tbt_slo_ms": "tbt_slo", "profile": ""}
     again: list[str | Path] = ["--profile", mine]
     for name, value in setup.items():
-        option = "--" + units.get(name, name).replace("_", "-")
+        option = "--" + name.replace("_", "-")
         if name in ("moonserve", "profile") or name.startswith("trace") or value in (None, False):
             continue
         for one in value if isinstance(value, list) else [value]:
@@ -371,7 +370,7 @@ def test_long_prompts_are_shared_where_told(tmp_path: Path) -> None:
     long = tmp_path / "long.jsonl"
     row = {"timestamp": 0, "input_length": 60_000, "output_length": 2, "hash_ids": [*range(118)]}
     long.write_text(json.dumps(row) + "\n")
-    argv = (long, "--cpp", "2", "--ttft-slo", "6", "--explain", "r000000")
+    argv = (long, "--cpp", "2", "--ttft-slo", "6s", "--explain", "r000000")
     assert " 2 instances share it: p000 " in run(*argv).stdout
     assert " share it" not in run(*argv[:1], *argv[3:]).stdout
     flat = tmp_path / "flat.json"
@@ -402,7 +401,7 @@ def test_priorities_of_the_trace_are_admitted_by_their_modes(tmp_path: Path) -> 
     ]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     out = tmp_path / "rows.csv"
-    goals = ("--ttft-slo", "9", "--admission", "ttft", "--admission-low", "none")
+    goals = ("--ttft-slo", "9s", "--admission", "ttft", "--admission-low", "none")
     assert run(path, "--prefill", "2", *goals, "--rows", str(out)).exit_code == 0
     with out.open() as file:
         told = list(csv.DictReader(file))

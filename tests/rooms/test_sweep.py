@@ -63,8 +63,8 @@ def test_axes_reach_the_setup_the_conductor_and_the_goal() -> None:
             "cache_blocks": "infinite",
             "kvcache_balancing_threshold": "2.5",
             "pooled": "true",
-            "ttft_slo_s": "5",
-            "tbt_slo_ms": None,
+            "ttft_slo": "5s",
+            "tbt_slo": None,
         }
     )
     setup = cell.setup
@@ -99,9 +99,9 @@ def test_an_axis_that_is_there_twice_is_named(trace: str, tmp_path: Path) -> Non
         ({"trace": "t", "kvcache_balancing_threshold": "0"}, "kvcache_balancing_threshold"),
         ({"trace": "t", "cache_blocks": "-1"}, "cache_blocks"),
         ({"trace": "t", "cache_blocks": "lots"}, "cache_blocks"),
-        ({"trace": "t", "ttft_slo_s": "-1"}, "ttft_slo_s"),
-        ({"trace": "t", "tbt_slo_ms": 0}, "tbt_slo_ms"),
-        ({"trace": "t", "tbt_slo_ms": "inf"}, "tbt_slo_ms"),
+        ({"trace": "t", "ttft_slo": "-1s"}, "ttft_slo"),
+        ({"trace": "t", "tbt_slo": 100}, "tbt_slo"),
+        ({"trace": "t", "tbt_slo": "inf"}, "tbt_slo"),
         ({"trace": "t", "spread_bytes": "-5"}, "spread_bytes"),
         ({"trace": "t", "admission_low": "bogus"}, "admission_low"),
     ],

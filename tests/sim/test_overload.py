@@ -44,7 +44,7 @@ def long_prompts() -> Trace:
 @cache
 def ran(mode: str, first_token: str = "decode") -> Simulation:
     """A whole run in this mode."""
-    values = {"admission": mode, "split": "8+1", "tbt_slo_ms": 100.0, "first_token": first_token}
+    values = {"admission": mode, "split": "8+1", "tbt_slo": "100ms", "first_token": first_token}
     setup = msgspec.structs.replace(setup_of({**values, **MODES[mode]}), sample_us=1_000_000)
     sim = Simulation(long_prompts(), setup)
     assert sim.run()
@@ -108,7 +108,7 @@ def test_a_first_token_is_kept_until_decode_takes_its_request() -> None:
 @pytest.mark.parametrize("mode", ["early", "predictive"])
 def test_places_in_decode_that_are_taken_make_nobody_wait_between_tokens(mode: str) -> None:
     """Eight decode at a time and more want to: served requests go on without waiting."""
-    setup = setup_of({"admission": mode, "split": "8+1", "tbt_slo_ms": 100.0, "decode_seqs": 8})
+    setup = setup_of({"admission": mode, "split": "8+1", "tbt_slo": "100ms", "decode_seqs": 8})
     sim = Simulation(long_prompts(), setup)
     assert sim.run()
     found = measure(sim, 0.0)
@@ -131,7 +131,7 @@ def test_a_second_token_that_is_late_leaves_the_goal_met() -> None:
     """First token from prefill: decode is not filled so far that all new requests just miss."""
     good = {}
     for mode in ("ttft", "early", "predictive"):
-        setup = setup_of({"admission": mode, "split": "8+2", "tbt_slo_ms": 100.0})
+        setup = setup_of({"admission": mode, "split": "8+2", "tbt_slo": "100ms"})
         sim = Simulation(short_prompts(), setup)
         assert sim.run()
         found = measure(sim, 0.0).summary

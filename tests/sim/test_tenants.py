@@ -30,7 +30,7 @@ def flood(seed: int, requests: int, rps: float, calm: float) -> Trace:
 
 def good(calm: float = 0.1, **axes: Any) -> dict[str, tuple[float, int]]:
     """By tenant, the share of its requests within their objectives, and their input tokens."""
-    values = {"split": "4+4", "ttft_slo_s": 10.0, **axes}
+    values = {"split": "4+4", "ttft_slo": "10s", **axes}
     sim = Simulation(flood(1, 800, 8.0, calm), setup_of(values))
     sim.run()
     asked, met, tokens = Counter[str](), Counter[str](), Counter[str]()

@@ -40,8 +40,6 @@ def setup_of(read: Trace, setup: Setup, options: Mapping[str, Any]) -> dict[str,
     given = dict(options)
     given["prefill"], given["decode"] = setup.prefill, setup.decode
     given["cache_blocks"] = "infinite" if setup.cache_blocks is None else setup.cache_blocks
-    given["ttft_slo_s"] = given.pop("ttft_slo")
-    given["tbt_slo_ms"] = given.pop("tbt_slo")
     if setup.profile.name not in PROFILES:
         given["profile"] = setup.profile
     rows = hashlib.sha256(msgspec.msgpack.encode(read.rows))

@@ -18,6 +18,7 @@ from moonserve.cli.output import json_option, print_json
 from moonserve.cli.settings import read_settings, settings_options
 from moonserve.cli.tls import tls_of
 from moonserve.core.errors import ConfigError
+from moonserve.quantity import parse_duration_us
 
 if TYPE_CHECKING:
     from moonserve.config import Settings
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
 
 _REGISTRY = "registry"
 _COUNT = click.IntRange(1, 1_000_000_000)
-_MS = click.FloatRange(0.001, 1e9)
 _PRIORITY = click.IntRange(-100, 100)
 
 
@@ -60,14 +60,11 @@ def key() -> None:
     help="Highest priority that it may ask for.",
 )  # fmt: skip
 @click.option(
-    "--least-ttft-slo-ms",
-    type=_MS,
-    metavar="MS",
-    help="Shortest TTFT objective that it may ask for.",
+    "--least-ttft-slo",
+    metavar="TIME",
+    help="Shortest TTFT objective that it may ask for, such as 500ms.",
 )
-@click.option(
-    "--least-tbt-slo-ms", type=_MS, metavar="MS", help="Shortest TBT objective that it may ask for."
-)
+@click.option("--least-tbt-slo", metavar="TIME", help="Shortest TBT objective that it may ask for.")
 @settings_options("key")
 def create(
     config: Path | None,
@@ -79,8 +76,8 @@ def create(
     under_way: int | None,
     least_priority: int,
     highest_priority: int,
-    least_ttft_slo_ms: float | None,
-    least_tbt_slo_ms: float | None,
+    least_ttft_slo: str | None,
+    least_tbt_slo: str | None,
     **flags: str | None,
 ) -> None:
     """Make a key named NAME and print it. It cannot be shown again."""
@@ -98,8 +95,8 @@ def create(
             under_way=under_way,
             least_priority=least_priority,
             highest_priority=highest_priority,
-            least_ttft_slo_ms=least_ttft_slo_ms,
-            least_tbt_slo_ms=least_tbt_slo_ms,
+            least_ttft_slo_ms=_ms(least_ttft_slo, "--least-ttft-slo"),
+            least_tbt_slo_ms=_ms(least_tbt_slo, "--least-tbt-slo"),
         ),
         created=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
     ).checked()
@@ -108,6 +105,14 @@ def create(
             raise ConfigError(f"there is a key {name!r} already; revoke it first", "name")
         keys.append(made)
     click.echo(secret)
+
+
+def _ms(text: str | None, option: str) -> float | None:
+    """A time in milliseconds, as the file of keys has it. Raises ConfigError."""
+    try:
+        return None if text is None else parse_duration_us(text) / 1e3
+    except ValueError as err:
+        raise ConfigError(str(err), option) from None
 
 
 @key.command("list")

@@ -58,8 +58,8 @@ _option = partial(click.option, show_default=True)
 @json_option
 def plan(
     trace: Path,
-    ttft_slo: float,
-    tbt_slo: float,
+    ttft_slo: str,
+    tbt_slo: str,
     nodes: int,
     attainment: float,
     tolerance: float,
@@ -85,7 +85,7 @@ def plan(
     for name, value in (("attainment", attainment), ("tolerance", tolerance)):
         if value != value:  # no range of click refuses NaN
             raise ConfigError(f"{value} is not a number", f"--{name}")
-    goals = {"ttft_slo_s": ttft_slo, "tbt_slo_ms": tbt_slo}
+    goals = {"ttft_slo": ttft_slo, "tbt_slo": tbt_slo}
     settings["cache_blocks"] = value_of("cache_blocks", settings["cache_blocks"])
     setup = setup_of({**settings, **goals})
     read = read_trace(input_path(trace))

@@ -28,7 +28,6 @@ from moonserve.cli.token import member_token, own_token
 from moonserve.config import IN_ETCD, Settings, all_flags, check_name, filled
 from moonserve.core.errors import ConfigError
 from moonserve.core.request import Slo
-from moonserve.core.units import Micros
 from moonserve.logs import LINES
 
 if TYPE_CHECKING:
@@ -170,7 +169,7 @@ def _config_of(
         settings,
         role,
         kvcache_balancing_threshold=settings.threshold,
-        slo=Slo(_us(settings.ttft_slo_ms), _us(settings.tbt_slo_ms)),
+        slo=Slo(settings.ttft_slo, settings.tbt_slo),
         bind_ahead_us=LIVE.bind_ahead_us,
     )
     return filled(
@@ -271,10 +270,6 @@ def worker(
 def note(line: str) -> None:
     """Print a line about the start of a process. A stdout that nobody reads does not stop it."""
     LINES.put(sys.stdout, line)
-
-
-def _us(ms: float | None) -> Micros | None:
-    return None if ms is None else round(ms * 1_000)
 
 
 def run_role(main: Coroutine[Any, Any, None]) -> None:

@@ -26,11 +26,11 @@ from moonserve.config import (
     apply_logging,
     filled,
     load,
-    parse_bytes,
 )
 from moonserve.core.errors import ConfigError
 from moonserve.core.units import Bytes
 from moonserve.invalid import nearest
+from moonserve.quantity import parse_bytes, shown_duration
 
 if TYPE_CHECKING:
     from moonserve.core.store.words import Card
@@ -172,10 +172,11 @@ def child_env(settings: Settings, **extra: str) -> dict[str, str]:
         for name, value in os.environ.items()
         if name not in own and not name.startswith(ENV_PREFIX + "LOGGING__")
     }
-    for name in all_flags():
+    for name, flag in all_flags().items():
         value = getattr(settings, name)
         if value is not None:
-            env[ENV_PREFIX + name.upper()] = str(value)
+            text = shown_duration(value) if flag.metavar == "TIME" else str(value)
+            env[ENV_PREFIX + name.upper()] = text
     env[ENV_PREFIX + "LOGGING__LEVEL"] = settings.logging.level
     env[ENV_PREFIX + "LOGGING__MODULES"] = msgspec.json.encode(settings.logging.modules).decode()
     return {**env, **extra}

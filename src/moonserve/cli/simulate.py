@@ -49,8 +49,6 @@ def _setup(
     mixed: int,
     threshold: float,
     spread_bytes: str,
-    ttft_slo: float,
-    tbt_slo: float,
     cache_blocks: str,
     pool: str,
     chunk_tokens: int | None,
@@ -62,9 +60,8 @@ def _setup(
     option."""
     from moonserve.sim.axes import setup_of
 
-    for name, value in (("threshold", threshold), ("ttft-slo", ttft_slo), ("tbt-slo", tbt_slo)):
-        if not 0 < value < float("inf"):
-            raise ConfigError(f"{value} must be a number above 0", f"--{name}")
+    if not 0 < threshold < float("inf"):
+        raise ConfigError(f"{threshold} must be a number above 0", "--threshold")
     if cache_blocks != "infinite" and not cache_blocks.isdecimal():
         raise ConfigError(f"{cache_blocks} is neither a count nor infinite", "--cache-blocks")
     if chunk_tokens is not None:
@@ -79,8 +76,6 @@ def _setup(
         ),
         "kvcache_balancing_threshold": threshold,
         "spread_bytes": size_of(spread_bytes, "--spread-bytes"),
-        "ttft_slo_s": ttft_slo,
-        "tbt_slo_ms": tbt_slo,
         "cache_blocks": None if cache_blocks == "infinite" else int(cache_blocks),
         "pooled": pool == "global",
         "overlap": not no_overlap,

@@ -25,8 +25,8 @@ _KINDS: Mapping[str, dict[str, Any]] = {
     "policy": {"type": click.Choice(list(POLICIES)), "default": "kvcache_centric"},
     "threshold": {"default": 1.0},
     "spread-bytes": {"default": "8GiB"},
-    "ttft-slo": {"default": 30.0},
-    "tbt-slo": {"default": 200.0},
+    "ttft-slo": {"default": "30s"},
+    "tbt-slo": {"default": "200ms"},
     "admission": {"type": _MODE, "default": "none"},
     "admission-low": {"type": _MODE},
     "admission-high": {"type": _MODE},
@@ -54,8 +54,8 @@ _HELP = {
     "(Algorithm 1).",
     "--spread-bytes SIZE": "Copy hot prefixes to idle instances, at most this much at a time; "
     "0: none.",
-    "--ttft-slo S": "Goal for the first token.",
-    "--tbt-slo MS": "Goal between tokens.",
+    "--ttft-slo TIME": "Goal for the first token.",
+    "--tbt-slo TIME": "Goal between tokens.",
     "--admission": "Refuse requests that are predicted to miss a goal. ttft: by the predicted "
     "TTFT; early: also by decode's load now; predictive: by its load when prefill will have ended.",
     "--admission-low": "The same for requests of a priority below 0.",

@@ -56,10 +56,10 @@ def sweep(
     """Simulate every combination of the values given, and tabulate what came out.
 
     GRID is a YAML file of axes: a name, and one value or a list. Flags replace axes of GRID. An
-    axis is trace, speed, split, profile, ttft_slo_s, tbt_slo_ms, or any setting of the simulated
+    axis is trace, speed, split, profile, ttft_slo, tbt_slo, or any setting of the simulated
     cluster, such as cache_blocks, eviction, pooled, chunk_tokens or kvcache_balancing_threshold;
-    a wrong name prints them all. Defaults: 8+8 instances of profile a800-loaded, 30 s to the
-    first token, 200 ms between tokens, admission none.
+    a wrong name prints them all. Times have units, such as ttft_slo=30s. Defaults: 8+8 instances of
+    profile a800-loaded, 30s to the first token, 200ms between tokens, admission none.
 
     All values are checked before the first run. A cell that fails is reported and named in the
     table; the others go on. Ctrl-C keeps the results so far.

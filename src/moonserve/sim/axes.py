@@ -7,7 +7,6 @@ Nothing is simulated here.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from moonserve.core.schedule.profiles import PROFILES, Profile, profile_from_jso
 from moonserve.core.schedule.tuning import Tuning
 from moonserve.core.units import Micros
 from moonserve.invalid import in_words
+from moonserve.quantity import parse_duration_us, shown_duration
 from moonserve.sim.setup import ALONE, Breakdown, Setup
 
 SPECIAL: Mapping[str, Any] = {
@@ -27,12 +27,13 @@ SPECIAL: Mapping[str, Any] = {
     "speed": float,
     "split": str,
     "profile": str,
-    "ttft_slo_s": float | None,
-    "tbt_slo_ms": float | None,
+    "ttft_slo": str | None,
+    "tbt_slo": str | None,
 }
 """split: "8+8" is 8 prefill and 8 decode instances, "16" is 16 that do both; code may also give the
-counts of prefill, decode and mixed instances. The Conductor works for the objectives, and
-attainment is measured by them; null is none."""
+counts of prefill, decode and mixed instances. The Conductor works for the objectives, times such as
+30s or 100ms, and attainment is measured by them; null is none."""
+_OBJECTIVES = ("ttft_slo", "tbt_slo")
 
 _NOT_ALONE = {
     *("prefill", "decode", "mixed", "profile", "tuning", "goal", "breakdowns", "sample_us"),
@@ -46,8 +47,8 @@ DEFAULTS: Mapping[str, Any] = {
     "speed": 1.0,
     "split": "8+8",
     "profile": "a800-loaded",
-    "ttft_slo_s": 30.0,
-    "tbt_slo_ms": 200.0,
+    "ttft_slo": "30s",
+    "tbt_slo": "200ms",
     "admission": "none",
 }
 
@@ -56,6 +57,8 @@ def value_of(name: str, given: Any) -> Any:
     """What an axis takes from text or YAML. Raises ConfigError naming the axis."""
     if name == "cache_blocks" and given == "infinite":
         return None
+    if name in _OBJECTIVES and given not in (None, "null"):
+        return shown_duration(_objective({name: given}, name) or 0)
     try:
         return msgspec.convert(given, AXES[name], strict=False)
     except msgspec.ValidationError as error:
@@ -67,7 +70,7 @@ def setup_of(values: Mapping[str, Any], breakdowns: tuple[Breakdown, ...] = ()) 
     values = {**DEFAULTS, **values}
     if values.get("first_token") == "decode":
         values = {"tbt_share": ALONE, "join_passes": 0.0, **values}
-    goal = Slo(_objective(values, "ttft_slo_s", 1e6), _objective(values, "tbt_slo_ms", 1e3))
+    goal = Slo(_objective(values, "ttft_slo"), _objective(values, "tbt_slo"))
     split = values["split"]
     prefill, decode, mixed = _split(split) if isinstance(split, str) else split
     setup = Setup(
@@ -84,11 +87,12 @@ def setup_of(values: Mapping[str, Any], breakdowns: tuple[Breakdown, ...] = ()) 
     return setup
 
 
-def _objective(values: Mapping[str, Any], name: str, unit_us: float) -> Micros | None:
+def _objective(values: Mapping[str, Any], name: str) -> Micros | None:
     value = values[name]
-    if value is not None and not math.isfinite(value):
-        raise ConfigError(f"{value} is no time", name)
-    return None if value is None else round(value * unit_us)
+    try:
+        return None if value is None else parse_duration_us(value)
+    except ValueError as error:
+        raise ConfigError(str(error), name) from None
 
 
 def _split(text: str) -> tuple[int, int, int]:
