@@ -1,8 +1,9 @@
 """A simulated run as one HTML file for people: figures, curves, timelines, and the slowest
 requests.
 
-It reads what sim.cluster and sim.metrics left, and changes nothing. The page needs no network and
-no script, and follows the reader's light or dark mode.
+It reads what sim.cluster and sim.metrics left, and changes nothing. The file has the style and the
+drawing code of moonserve.page in it, so it needs no network, and follows the reader's light or dark
+mode.
 """
 
 from __future__ import annotations
@@ -12,10 +13,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import jinja2
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from moonserve.sim.charts import Band, Goal, Line, columns, heatmap, line_chart
+from moonserve import page
+from moonserve.sim.charts import Band, Chart, Goal, HeatMap, Line, LineChart, columns
 from moonserve.sim.cluster import Simulation
 from moonserve.sim.metrics import RequestRow, Result, percent
 from moonserve.sim.served import Served
@@ -40,12 +43,19 @@ def report(sim: Simulation, result: Result, title: str, subtitle: str) -> str:
     return pages.get_template("report.html").render(
         title=title,
         subtitle=subtitle,
+        style=page.text("style.css"),
+        drawing=page.text("charts.js"),
         tiles=_tiles(sim, result.summary),
-        charts=charts,
-        timelines=_timelines(sim, result.summary),
+        charts=embedded(charts),
+        timelines=embedded([_timelines(sim, result.summary)]),
         slowest=_slowest(sim, result.rows),
         figures=[(name, _plain(value)) for name, value in result.summary.items()],
     )
+
+
+def embedded(charts: Sequence[Chart]) -> str:
+    """Charts as JSON inside a script element, which no text in them can end."""
+    return msgspec.json.encode(charts).decode().replace("<", "\\u003c")
 
 
 def why_slow(served: Served) -> str:
@@ -108,7 +118,7 @@ def _goal_tile(label: str, value: str, share: float, goal: str) -> dict[str, Any
 # Distributions.
 
 
-def _curves(sim: Simulation, result: Result) -> list[str]:
+def _curves(sim: Simulation, result: Result) -> list[Chart]:
     goal = sim.setup.goal
     done = [row for row in result.rows if row.outcome == "completed"]
     ttft = np.array([row.ttft_s for row in done], float)
@@ -126,7 +136,7 @@ def _curves(sim: Simulation, result: Result) -> list[str]:
         _cdf("gaps of completed requests", "quiet", each_gap, len(each_gap), tbt_goal),
     ]
     return [
-        line_chart(
+        LineChart(
             "Time to first token",
             [_cdf("requests", "c1", ttft, every, ttft_goal)],
             "seconds (log)",
@@ -135,7 +145,7 @@ def _curves(sim: Simulation, result: Result) -> list[str]:
             log_x=True,
             goal=ttft_goal,
         ),
-        line_chart(
+        LineChart(
             "Time between tokens",
             gaps,
             "milliseconds (log)",
@@ -188,7 +198,7 @@ def _pools(sim: Simulation) -> list[tuple[str, str, list[int]]]:
     return [pool for pool in pools if pool[2]]
 
 
-def _load(sim: Simulation) -> list[str]:
+def _load(sim: Simulation) -> list[Chart]:
     per_s, unit = _clock(sim)
     at = np.array([sample.at_us for sample in sim.samples], float) / 1e6 * per_s
     waiting = np.array([sample.waiting for sample in sim.samples], float)
@@ -210,9 +220,9 @@ def _load(sim: Simulation) -> list[str]:
         for name, tone, cols in pools
     ]
     return [
-        line_chart("Waiting", queues, unit, "requests:"),
-        line_chart("Running", runs, unit, "requests:"),
-        line_chart("Busy", busy, unit, "mean share of time:", shares=True),
+        LineChart("Waiting", queues, unit, "requests:"),
+        LineChart("Running", runs, unit, "requests:"),
+        LineChart("Busy", busy, unit, "mean share of time:", shares=True),
     ]
 
 
@@ -224,7 +234,7 @@ def _busy(sim: Simulation) -> Numbers:
     return shares
 
 
-def _over_arrivals(sim: Simulation, result: Result) -> list[str]:
+def _over_arrivals(sim: Simulation, result: Result) -> list[Chart]:
     """Hit rate and attainment of the requests that arrived in each window."""
     per_s, unit = _clock(sim)
     rows = result.rows
@@ -259,13 +269,13 @@ def _over_arrivals(sim: Simulation, result: Result) -> list[str]:
         for name, tone, q in (("median", "c1", 0.5), ("p90", "c2", 0.9))
     ]
     return [
-        line_chart("Time to first token", ttfts, when, "seconds:"),
-        line_chart("Prompt tokens reused", hits, when, "share of input tokens:", shares=True),
-        line_chart("Goals met", goals, when, "share of requests:", shares=True),
+        LineChart("Time to first token", ttfts, when, "seconds:"),
+        LineChart("Prompt tokens reused", hits, when, "share of input tokens:", shares=True),
+        LineChart("Goals met", goals, when, "share of requests:", shares=True),
     ]
 
 
-def _calibration(sim: Simulation) -> str:
+def _calibration(sim: Simulation) -> Chart:
     """Actual TBT by predicted TBT: right predictions are on the diagonal.
 
     It shows the latest requests, in groups of similar predictions; nothing if nothing was
@@ -281,10 +291,10 @@ def _calibration(sim: Simulation) -> str:
     ]
     when = "as predicted on admission for that moment, ms"
     title = "Time between tokens on the decode instance when prefill ended"
-    return line_chart(title, lines, when, "as it was, ms:")
+    return LineChart(title, lines, when, "as it was, ms:")
 
 
-def _timelines(sim: Simulation, summary: dict[str, Any]) -> str:
+def _timelines(sim: Simulation, summary: dict[str, Any]) -> Chart:
     """A heatmap of each instance: how busy it was or, if it only decodes, how many requests it
     ran."""
     per_s, unit = _clock(sim)
@@ -321,7 +331,7 @@ def _timelines(sim: Simulation, summary: dict[str, Any]) -> str:
     if decoding:
         note += f"; on decode instances, requests running (full colour: {most:.0f})"
     note += ". Imbalance: " + "; ".join(parts) + "."
-    return heatmap("Each instance over time", bands, 0.0, last_s * per_s, unit, note)
+    return HeatMap("Each instance over time", bands, 0.0, last_s * per_s, unit, note)
 
 
 # Requests.
