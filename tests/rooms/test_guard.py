@@ -70,9 +70,20 @@ def refused(guard: Guard, path: str, **headers: str) -> tuple[int, str]:
 def test_a_path_that_no_rule_names_needs_the_token() -> None:
     """Also one of tomorrow, and one that resembles an open path."""
     guard = Guard(TOKEN, None, ("infer", "metrics"))
-    for path in ("/health", "/ready", "/api/health", "/metrics", "/v1/models", "/v1/x/y"):
+    opened = ("/health", "/ready", "/api/health", "/metrics", "/v1/models", "/v1/x/y")
+    for path in ("/", "/openapi.json", *opened):
         assert refused(guard, path) == (200, "")
-    for path in ("/", "/new", "/health/", "/api/health/x", "/v1", "/metrics/", "/V1/x", "//v1/x"):
+    for path in (
+        "//",
+        "/new",
+        "/openapi.json/",
+        "/health/",
+        "/api/health/x",
+        "/v1",
+        "/metrics/",
+        "/V1/x",
+        "//v1/x",
+    ):
         assert refused(guard, path) == (401, "authorization")
         assert refused(guard, path, authorization=f"Bearer {TOKEN}") == (200, "")
 

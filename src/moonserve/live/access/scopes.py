@@ -6,7 +6,7 @@ from typing import Literal, TypeAlias
 
 Scope: TypeAlias = Literal["infer", "metrics", "admin"]
 """Use models (/v1/…), read /metrics, or everything else."""
-_OPEN_PATHS = frozenset({"/health", "/ready", "/api/health"})
+_OPEN_PATHS = frozenset({"/", "/openapi.json", "/health", "/ready", "/api/health"})
 
 
 def scope_of(path: str) -> Scope | None:

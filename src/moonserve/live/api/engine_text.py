@@ -26,9 +26,9 @@ from moonserve.live.drive.prompt_info import PromptReader
 from moonserve.live.drive.request import RequestDriver
 from moonserve.live.http.client import HttpClient
 from moonserve.live.http.message import HttpRequest, Response, StreamingResponse, Write
-from moonserve.live.openai.external import ExternalRequest
+from moonserve.live.openai.external import ExternalRequest, body_shape
 from moonserve.live.openai.prompts import Prompts
-from moonserve.live.openai.request import Form
+from moonserve.live.openai.request import BodyShape, Form
 from moonserve.live.ports import Conducting, ModelCard, Observer
 
 _COMPLETION_TOKENS = Stopping().max_tokens
@@ -65,6 +65,10 @@ class EngineText(Collector):
             self.metrics,
             call_limits or CallLimits(),
         )
+
+    def body_shape(self, form: Form) -> BodyShape:
+        """See Backend."""
+        return body_shape(form)
 
     def cards(self) -> Sequence[ModelCard]:
         """See Backend."""

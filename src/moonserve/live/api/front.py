@@ -25,7 +25,7 @@ from moonserve.live.drive.metrics import RequestMetrics
 from moonserve.live.health import Health
 from moonserve.live.http.message import HttpRequest, Response, StreamingResponse, json_response
 from moonserve.live.http.server import Handler
-from moonserve.live.openai.request import CHAT, COMPLETION, Form
+from moonserve.live.openai.request import CHAT, COMPLETION, PATHS, BodyShape, Form
 from moonserve.live.ports import ModelCard
 
 _MODELS = "/v1/models"
@@ -57,6 +57,9 @@ class Backend(Protocol):
     """What is missing if no model is alive."""
     limits: Limits
     metrics: RequestMetrics
+
+    def body_shape(self, form: Form) -> BodyShape:
+        """The fields of a generation's body."""
 
     def cards(self) -> Sequence[ModelCard]:
         """One card per model."""
@@ -124,6 +127,10 @@ class Front:
         if self._cors is not None:
             found["OPTIONS", "/v1/"] = self._cors.preflight
         return found
+
+    def body_shapes(self) -> dict[str, BodyShape]:
+        """The fields of bodies, by path."""
+        return {path: self._backend.body_shape(form) for form, path in PATHS.items()}
 
     def drain(self) -> None:
         """From now on answer new generations, and /ready, with 503; everything else goes on.

@@ -24,7 +24,7 @@ from moonserve.live.http.message import HttpRequest
 from moonserve.live.openai import request as openai
 from moonserve.live.openai.prompts import Prompts, max_tokens
 from moonserve.live.openai.reply import ReplyWriter, reply_head
-from moonserve.live.openai.request import Form
+from moonserve.live.openai.request import BodyShape, Form
 from moonserve.live.ports import ModelCard, Serving
 from moonserve.live.text.tools import TextTools
 
@@ -45,6 +45,10 @@ class OwnText:
         self._tools = tools
         self._prompts = Prompts(self.limits.offload_bytes, self.limits.max_tokenising_bytes)
         self._live: set[RequestId] = set()
+
+    def body_shape(self, form: Form) -> BodyShape:
+        """See Backend."""
+        return openai.body_shape(form)
 
     def cards(self) -> Sequence[ModelCard]:
         """See Backend."""

@@ -16,7 +16,7 @@ from msgspec import UNSET, UnsetType
 from moonserve.core.errors import BadRequest
 from moonserve.core.units import Tokens
 from moonserve.live.http.message import decode_json
-from moonserve.live.openai.request import Form
+from moonserve.live.openai.request import BodyShape, Form
 
 _RESERVED = (
     "kv_transfer_params",
@@ -64,6 +64,12 @@ class _Body(msgspec.Struct):
     disagg_prefill_dp_rank: msgspec.Raw = _UNTOUCHED
     data_parallel_rank: msgspec.Raw = _UNTOUCHED
     routed_dp_rank: msgspec.Raw = _UNTOUCHED
+
+
+def body_shape(form: Form) -> BodyShape:
+    """The fields of a body that the gateway reads; all others go to the engine as they are."""
+    other = ("prompt",) if form == "chat" else ("messages", "tools", "max_completion_tokens")
+    return BodyShape(_Body, hidden=(*_RESERVED, *other))
 
 
 class _Xargs(msgspec.Struct):

@@ -86,6 +86,17 @@ _UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
 """Field -> the values that ask for nothing; null is always one of them."""
 
 
+class BodyShape(msgspec.Struct, frozen=True):
+    """The fields of a body, for those who describe it; the parsers do not use it."""
+
+    struct: type[msgspec.Struct]
+    """Has the fields that are understood."""
+    hidden: tuple[str, ...] = ()
+    """Fields of `struct` that are not for clients."""
+    harmless: Mapping[str, tuple[object, ...]] = {}
+    """Fields that are refused, unless they have one of these values or null."""
+
+
 class StreamOptions(msgspec.Struct):
     """What a stream carries besides its text."""
 
@@ -171,6 +182,12 @@ class CompletionRequest(GenerationRequest, kw_only=True):
     prompt: str | list[str | int | list[int]]
 
 
+_SERVED: Mapping[Form, type[GenerationRequest]] = {
+    "chat": ChatRequest,
+    "completion": CompletionRequest,
+}
+
+
 class _Unserved(_Common, kw_only=True):
     """A body before its checks: the fields that our workers do not serve, and those that may be
     long."""
@@ -226,6 +243,11 @@ class _Stops(msgspec.Struct):
 
 class _Prompt(msgspec.Struct):
     prompt: str | list[str | int | list[int]]
+
+
+def body_shape(form: Form) -> BodyShape:
+    """The fields of a body that our workers serve."""
+    return BodyShape(_SERVED[form], harmless=_UNSUPPORTED)
 
 
 def parse_chat(body: bytes, max_messages: int) -> ChatRequest:

@@ -27,6 +27,7 @@ from moonserve.live.http.server import (
     serve,
     serve_socket,
 )
+from moonserve.live.process.about import About
 from moonserve.live.process.metrics import ProcessKind, ProcessMetrics
 from moonserve.live.process.supervise import beat, say, stop_event
 from moonserve.live.store.settings import url_of
@@ -77,9 +78,13 @@ class Process:
         try:
             for part in self._parts:
                 await part.prepare()
+            routes = self._mounted(lambda part: part.routes())
+            prefixes = self._mounted(lambda part: part.prefixes())
+            shapes = {} if self._front is None else self._front.body_shapes()
+            about = About(self._name, routes, prefixes, shapes, fallback)
             app = App(
-                self._mounted(lambda part: part.routes()),
-                self._mounted(lambda part: part.prefixes()),
+                {**about.routes(), **routes},
+                prefixes,
                 max_body_bytes=self._config.max_body_bytes,
                 body_limits={"/internal/": INTERNAL_BODY_BYTES},
                 keep_alive_s=self._config.keep_alive_s,
