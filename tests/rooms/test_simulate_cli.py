@@ -93,8 +93,8 @@ def test_options_reach_the_simulation(path: Path) -> None:
         ("--first-token", "decode", "--no-overlap"),
         ("--pool", "global"),
         ("--mixed", "3"),
-        ("--fault", "kill:p000@3", "--fault", "join:p000@6"),
-        ("--fault", "slow:d001@2x3"),
+        ("--fault", "kill:p000@3s", "--fault", "join:p000@6s"),
+        ("--fault", "slow:d001@2sx3"),
     ):
         assert figures(path, *argv)["digest"] != usual["digest"], argv
     assert figures(path, "--seed", "5")["digest"] == usual["digest"], "this policy does not draw"
@@ -219,12 +219,13 @@ def test_the_profiler_says_where_time_went(path: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("argv", "named"),
     [
-        (("--fault", "kill:p000"), "--fault: kill:p000 is not kill:INSTANCE@SECONDS"),
-        (("--fault", "slow:p000@3"), "--fault"),
-        (("--fault", "slow:p000@3x0"), "--fault"),
-        (("--fault", "slow:p000@3x" + "9" * 400), "--fault"),
-        (("--fault", "kill:p000@" + "9" * 400), "--fault"),
-        (("--fault", "kill:p009@3"), "fault: p009 is none of d000, d001, p000, p001"),
+        (("--fault", "kill:p000"), "--fault: kill:p000 is not kill:INSTANCE@TIME"),
+        (("--fault", "slow:p000@3s"), "--fault"),
+        (("--fault", "kill:p000@3"), "--fault: kill:p000@3: 3 has no unit; write 3s for seconds"),
+        (("--fault", "slow:p000@3sx0"), "--fault"),
+        (("--fault", "slow:p000@3sx" + "9" * 400), "--fault"),
+        (("--fault", "kill:p000@" + "9" * 400 + "s"), "--fault"),
+        (("--fault", "kill:p009@3s"), "fault: p009 is none of d000, d001, p000, p001"),
         (("--cache-blocks", "lots"), "--cache-blocks: lots is neither"),
         (("--ttft-slo", "30"), "ttft_slo: 30 has no unit; write 30s for seconds or 30ms"),
         (("--tbt-slo", "0s"), "tbt_slo: "),
@@ -257,7 +258,7 @@ def test_a_file_that_cannot_be_written_is_told_at_once(path: Path) -> None:
 
 def test_what_was_simulated_says_what_is_off(path: Path) -> None:
     """A slow instance shows by how much, and a profile that nothing confirms shows that."""
-    faults = ("--fault", "slow:d001@20x3", "--fault", "kill:p000@9")
+    faults = ("--fault", "slow:d001@20sx3", "--fault", "kill:p000@9s")
     table = run(path, "--profile", "h800", *faults).stdout
     assert "h800 (not validated), " in table
     assert "slow d001 x3 at 20 s, kill p000 at 9 s" in table
@@ -273,7 +274,7 @@ def test_json_says_how_to_repeat_it(path: Path, tmp_path: Path) -> None:
         msgspec.json.encode(msgspec.structs.replace(PROFILES["h800"], name="mine", call_us=5_000))
     )
     argv = ("--policy", "random", "--seed", "4", "--speed", "3", "--limit", "30", "--racks", "2")
-    found = figures(path, *argv, "--profile", mine, "--fault", "kill:p000@3", "--no-overlap")
+    found = figures(path, *argv, "--profile", mine, "--fault", "kill:p000@3s", "--no-overlap")
     setup = found["setup"]
     assert isinstance(setup, dict)
     assert (setup["trace"], setup["trace_rows"], setup["moonserve"]) == ("chat", 30, __version__)

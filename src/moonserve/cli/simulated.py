@@ -74,8 +74,8 @@ _HELP = {
     "--no-overlap": "KV moves only after its prefill has ended.",
     "--racks N": "Number of racks, in which instances stand in turn; 0: unknown.",
     "--seed N": "Seed for policies that draw at random.",
-    "--fault WHAT": "A fault at a time in seconds: kill:p003@600, join:p003@660, or "
-    "slow:d001@600x2 for twice as slow. May be given again.",
+    "--fault WHAT": "A fault at a time: kill:p003@600s, join:p003@660s, or "
+    "slow:d001@600sx2 for twice as slow. May be given again.",
 }
 """Flag and the name of its value -> help text."""
 
