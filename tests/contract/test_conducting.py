@@ -23,6 +23,7 @@ from moonserve.core.schedule.facts import (
     Left,
     PrefillEnded,
 )
+from moonserve.core.schedule.record import Measured, PrefillTimes
 from moonserve.core.units import BlockKey, InstanceId, LeaseId, RequestId, SegmentId
 from moonserve.live.control.loop import ConductorLoop
 from moonserve.live.fronts.remote import RemoteConductor
@@ -30,9 +31,11 @@ from moonserve.live.fronts.server import FrontServer
 from moonserve.live.ports import Conducting
 from tests.support.cluster import exact, info
 from tests.support.fronts import WELCOME, served
+from tests.support.records import record_of
 
 R = RequestId("r")
 KEYS = (BlockKey(b"a" * 32), BlockKey(b"b" * 32))
+MEASURED = Measured(tokens=5, tbt_us=7, handover_us=8, prefill=PrefillTimes(1, 2, 3, 4))
 
 
 class Rig:
@@ -63,7 +66,7 @@ class Rig:
 
     def leave(self, outcome: str, name: RequestId = R) -> None:
         self.port.tell(ClientGone(name))
-        self.port.close(name, outcome, 7)
+        self.port.close(name, outcome, MEASURED)
 
 
 @contextlib.asynccontextmanager
@@ -124,9 +127,9 @@ def test_a_request_from_its_arrival_to_its_end(run: Callable[[Use], None]) -> No
         assert not rig.port.known(R)
         await rig.until(lambda: rig.released)
         assert rig.released == ["r/1"]
-        record = rig.loop.records[R]
+        record = record_of(rig.loop, R)
         await rig.until(lambda: record.outcome == "stop")
-        assert (record.tbt_us, record.cached_tokens) == (7, 4)
+        assert record.measured == msgspec.structs.replace(MEASURED, cached_tokens=4)
         assert not any(getattr(rig.loop.core.promised(), f) for f in ("requests", "decodes"))
 
     run(use)
@@ -141,10 +144,10 @@ def test_what_was_cached_may_be_said_at_the_end(run: Callable[[Use], None]) -> N
         await (await rig.open()).get()
         rig.port.first_token(R, None)
         rig.port.tell(ClientGone(R))
-        rig.port.close(R, "stop", None, 4)
-        record = rig.loop.records[R]
+        rig.port.close(R, "stop", Measured(cached_tokens=4))
+        record = record_of(rig.loop, R)
         await rig.until(lambda: record.outcome == "stop")
-        assert record.cached_tokens == 4
+        assert record.measured.cached_tokens == 4
 
     run(use)
 

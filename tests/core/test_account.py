@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from moonserve.core.request import Request, Slo
 from moonserve.core.schedule.account import Account
+from moonserve.core.schedule.adoption import Deposed, StepFact
 from moonserve.core.schedule.conductor import Conductor
 from moonserve.core.schedule.cost import Cost
 from moonserve.core.schedule.facts import (
@@ -11,10 +12,10 @@ from moonserve.core.schedule.facts import (
     CallFailed,
     ClientGone,
     DecodeEnded,
-    Fact,
     Joined,
     PrefillEnded,
 )
+from moonserve.core.schedule.record import Measured, PrefillTimes, Record, StageTimes
 from moonserve.core.schedule.tuning import Tuning
 from moonserve.core.units import RequestId
 from tests.support.cluster import info
@@ -29,11 +30,12 @@ class Told:
         tuning = Tuning(slo=Slo(2 * SECOND, SECOND), admission=admission)  # type: ignore[arg-type]
         cost = Cost((SECOND, 0, 0, 0, 500_000, 0, 0), (5, 0.005), learns=False)
         self.core = Conductor(tuning, cost_of=lambda _: cost)
-        self.account = Account(self.core.slo)
+        self.over: list[Record] = []
+        self.account = Account(self.core.slo, self.over.append)
         names = {"p0": "prefill", "p1": "prefill", "d0": "decode"}
         self.step(0, *[Joined(info(n, r)) for n, r in names.items()])  # type: ignore[arg-type]
 
-    def step(self, now_us: int, *facts: Fact) -> None:
+    def step(self, now_us: int, *facts: StepFact) -> None:
         """One instant."""
         self.account.take(now_us, facts, self.core.step(now_us, facts))
 
@@ -96,3 +98,77 @@ def test_an_id_may_be_used_again_in_the_step_that_ends_it() -> None:
     told.step(1, arrived, ClientGone(who))
     told.step(2, PrefillEnded(who, 1, final=True))
     assert (told.account.good, len(told.account)) == (1, 0)
+
+
+def test_a_record_has_the_time_of_each_stage() -> None:
+    """By the Conductor's clock; what only drivers and workers see, as they have measured it."""
+    told, who = Told(), RequestId("r")
+    told.step(10, Arrived(Request(who, "m", 40, tenant="t", arrived_us=4), ()))
+    assert told.account.find(who).outcome == "running"  # type: ignore[union-attr]
+    told.account.first_token(who, 900, 8)
+    told.step(910, PrefillEnded(who, 1, final=False))
+    told.step(2_000, DecodeEnded(who, 2, 5))
+    parts = PrefillTimes(queue_us=100, load_us=200, compute_us=500, publish_us=50)
+    told.account.close(who, "stop", Measured(tokens=5, handover_us=90, prefill=parts))
+    [record] = told.over
+    assert (record.tenant, record.ttft_us, record.is_good) == ("t", 896, True)
+    assert record.measured.cached_tokens == 8
+    assert record.stages() == StageTimes(
+        waited_us=6,
+        prefill_us=900,
+        parts=parts,
+        handover_us=90,
+        decode_us=1_000,
+        total_us=1_996,
+    )
+
+
+def test_a_refused_request_has_no_stages_and_the_reason() -> None:
+    """Its decision is the one that admission did not accept."""
+    told, who = Told("ttft"), RequestId("r")
+    told.step(0, Arrived(Request(who, "m", 40, slo=Slo(1, None)), ()))
+    told.account.close(who, "refused", Measured())
+    [record] = told.over
+    assert (record.outcome, record.reason, record.is_good) == ("refused", "ttft_slo", None)
+    assert record.decision is not None
+    assert record.stages().prefill_us is None
+    assert told.account.find(who) is record
+
+
+def test_a_record_is_over_once_it_is_closed_and_released() -> None:
+    """Whichever comes last; a later request of its id has a record of its own."""
+    told, who = Told(), RequestId("r")
+    arrived = Arrived(Request(who, "m", 40), ())
+    told.step(0, arrived)
+    told.account.close(who, "first", Measured())
+    assert told.over == []
+    told.step(1, arrived, ClientGone(who))
+    assert [record.outcome for record in told.over] == ["first"]
+    told.step(2, ClientGone(who))
+    assert len(told.over) == 1
+    told.account.close(who, "second", Measured())
+    told.account.close(who, "third", Measured())
+    assert [record.outcome for record in told.over] == ["first", "second"]
+    assert [record.outcome for record in told.account.latest()] == ["second"]
+
+
+def test_the_latest_records_are_kept() -> None:
+    """Those under way always; of those that are over a bounded number."""
+    told = Told()
+    told.step(0, Arrived(Request(RequestId("long"), "m", 40), ()))
+    for number in range(502):
+        who = RequestId(f"r{number}")
+        told.step(number + 1, Arrived(Request(who, "m", 40), ()), ClientGone(who))
+        told.account.close(who, "cancelled", Measured())
+    names = [record.id for record in told.account.latest()]
+    assert (names[0], names[1], names[-1], len(names)) == ("long", "r501", "r2", 501)
+
+
+def test_another_conductor_that_leads_takes_the_records_along() -> None:
+    """Nobody hears that they are over: they are not."""
+    told, who = Told(), RequestId("r")
+    told.step(0, Arrived(Request(who, "m", 40), ()))
+    told.step(1, Deposed())
+    told.account.close(who, "length", Measured())
+    assert (told.over, len(told.account)) == ([], 0)
+    assert told.account.find(who).outcome == "with another Conductor"  # type: ignore[union-attr]

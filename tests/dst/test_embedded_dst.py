@@ -125,7 +125,7 @@ class FaultyWorld(World):
             await asyncio.sleep(0.001)
         assert self.loop.promised() == NOTHING
         assert (self.wire.running, self.wire.prefetching) == (0, 0)
-        prefills = sum(record.attempts for record in self.loop.records.values())
+        prefills = sum(record.attempts for record in self.loop.account.latest())
         assert len(self.released) == len(set(self.released)) == prefills, "one lease a prefill"
 
 

@@ -8,6 +8,7 @@ from moonserve.core.schedule.cost import Cost
 from moonserve.core.units import RequestId
 from moonserve.live.engine.fake import fake_cost
 from tests.support.inproc import BLOCK, Site, site
+from tests.support.records import record_of
 
 SLOW = fake_cost(200, 10, 4_000)
 
@@ -71,7 +72,7 @@ def test_a_lost_decode_worker_is_resumed_from_what_it_stored() -> None:
             resumed = await hits(it, "p0") - before
             print(f"\n{name} lost: {resumed} tokens reused, the prompt has {len(prompt)}")
             assert resumed >= (5 + 2) * BLOCK
-            record = it.gateway.conductor.records[id]
+            record = record_of(it.gateway.conductor, id)
             assert record.attempts == 2
             assert record.decision is not None
             assert record.decision.reused_tokens == resumed

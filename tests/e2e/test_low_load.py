@@ -34,7 +34,7 @@ def test_forty_prompts_one_after_another_use_all_workers() -> None:
                 await it.add(f"d{number}", "decode")
             for number in range(40):
                 assert (await post(it, number)).status == 200
-            records = it.gateway.conductor.records.values()
+            records = list(it.gateway.conductor.account.latest())
             decisions = [record.decision for record in records]
             prefills = Counter(one.prefill for one in decisions if one is not None)
             decodes = Counter(one.decode for one in decisions if one is not None)

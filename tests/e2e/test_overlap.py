@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import asyncio
 
-from moonserve.core.units import RequestId
 from moonserve.live.engine.fake import fake_cost
 from moonserve.live.worker.metrics import KVStage
 from tests.support.inproc import BLOCK, Site, site
+from tests.support.records import record_of
 
 PROMPT = list(range(2_000, 2_000 + 4_096))
 CHUNK = 512
@@ -74,7 +74,7 @@ def test_a_disconnect_during_the_prefetch_leaves_nothing() -> None:
             asked.cancel()
             await asyncio.gather(asked, return_exceptions=True)
             await it.settle()
-            assert it.gateway.conductor.records[RequestId("gone")].outcome == "cancelled"
+            assert record_of(it.gateway.conductor, "gone").outcome == "cancelled"
 
     asyncio.run(asyncio.wait_for(main(), 60))
 

@@ -11,6 +11,7 @@ from moonserve.core.errors import BadRequest, EngineFailed
 from moonserve.core.units import RequestId
 from moonserve.live.engine.fake import fake_cost
 from tests.support.inproc import BLOCK, Site, site
+from tests.support.records import record_of
 
 PROMPT = list(range(2_000, 2_000 + 1_003))
 FULL = len(PROMPT) // BLOCK * BLOCK
@@ -30,7 +31,7 @@ async def cluster(it: Site, prefills: int = 3) -> list[str]:
 
 def record(it: Site, request: str) -> Any:
     """What became of it."""
-    return it.gateway.conductor.records[RequestId(request)]
+    return record_of(it.gateway.conductor, request)
 
 
 async def ask(it: Site, prompt: list[int], name: str, count: int = 12) -> None:
@@ -72,7 +73,7 @@ def test_parts_give_the_same_tokens_sooner(workers: int) -> None:
 async def in_the_middle(it: Site, request: str) -> list[str]:
     """Return when the last of the group computes; who they are, in order."""
     async with asyncio.timeout(10):
-        while not (known := it.gateway.conductor.records.get(RequestId(request))) or not (
+        while not (known := it.gateway.conductor.account.find(RequestId(request))) or not (
             known.decision and known.decision.stages
         ):
             await asyncio.sleep(0.002)

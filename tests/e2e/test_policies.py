@@ -140,6 +140,42 @@ def test_an_impossible_objective_is_refused_and_explained(policy: str) -> None:
     run(test, policy=policy)
 
 
+def test_where_the_time_of_a_request_went_and_the_list_of_requests() -> None:
+    """The stages fill its time; workers report how a prefill spent its part."""
+
+    async def test(it: Site) -> None:
+        await it.add("p0", "prefill", fake_cost(base_us=30_000))
+        await it.add("d0", "decode")
+        await warm(it)
+        assert (await post(it, x_request_id="a", x_moonserve_ttft_slo_ms="9000")).status == 200
+        await it.settle()
+        stages = (await decision(it, "a"))["stages"]
+        assert stages["compute_ms"] >= 30
+        parts = ("queue_ms", "load_ms", "compute_ms", "publish_ms")
+        assert 30 <= sum(stages[part] for part in parts) <= stages["prefill_ms"]
+        steps = ("waited_ms", "prefill_ms", "handover_ms", "decode_ms")
+        assert stages["prefill_ms"] <= sum(stages[step] for step in steps) <= stages["total_ms"]
+        await post(it, x_request_id="b", x_moonserve_ttft_slo_ms="0.001")
+        await it.settle()
+        [b, a] = await listed(it, "?limit=2")
+        assert (b["request"], b["reject_reason"], b["in_time"]) == ("b", "ttft_slo", None)
+        assert (a["request"], a["outcome"], a["in_time"]) == ("a", "length", True)
+        assert (a["prefill"], a["output_tokens"]) == ("p0", 4)
+        assert [row["request"] for row in await listed(it, "?outcome=refused&limit=5")] == ["b"]
+        assert await listed(it, "?late=1&instance=d0") == []
+        for query, param in (("limit=0", "limit"), ("late=maybe", "late"), ("x=1", None)):
+            assert (await listed(it, f"?{query}"))["error"]["param"] == param
+
+    run(test)
+
+
+async def listed(it: Site, query: str) -> Any:
+    """The list of requests, or the error."""
+    url = f"{it.url}/api/decisions{query}"
+    reply = await it.http.request("GET", url, headers=bearer(TOKEN), timeout_s=5)
+    return json.loads(reply.body)
+
+
 def test_a_bad_header_is_a_400_that_names_it() -> None:
     """Nothing is decided for it."""
 

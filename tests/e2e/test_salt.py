@@ -6,7 +6,6 @@ import asyncio
 from pathlib import Path
 
 from moonserve.core.shares import Party
-from moonserve.core.units import RequestId
 from moonserve.live.access.keys import ApiKey, hash_of
 from moonserve.live.access.sources import changed_file
 from moonserve.live.access.terms import ClientTerms
@@ -14,6 +13,7 @@ from moonserve.live.control.loop import Record
 from moonserve.live.engine.fake import fake_cost
 from moonserve.live.http.auth import bearer
 from tests.support.inproc import BLOCK, Site, site
+from tests.support.records import record_of
 
 PROMPT = list(range(5_000, 5_000 + 5 * BLOCK + 3))
 SOON = {"x-moonserve-ttft-slo-ms": "1"}
@@ -25,13 +25,13 @@ async def ask(it: Site, name: str, prompt: list[int], salt: str | None, count: i
     headers = {"x-request-id": name, **SOON}
     assert await it.tokens(prompt, count, salt, **headers) == it.reference(prompt, count)
     await it.settle()
-    return it.gateway.conductor.records[RequestId(name)]
+    return record_of(it.gateway.conductor, name)
 
 
-def expected(record: Record) -> int:
-    """What the Conductor took to be there."""
+def reuse_of(record: Record) -> tuple[int | None, int]:
+    """Prompt tokens that prefill reused, and what the Conductor took to be there."""
     assert record.decision is not None
-    return record.decision.reused_tokens
+    return record.measured.cached_tokens, record.decision.reused_tokens
 
 
 def test_kv_is_shared_by_requests_of_one_salt_only() -> None:
@@ -45,10 +45,10 @@ def test_kv_is_shared_by_requests_of_one_salt_only() -> None:
             longer = [*PROMPT, *answer, 7, 8, 9]
             for salt, reused in (("A", 0), ("A", 5), ("B", 0), (None, 0), (None, 5), ("a", 0)):
                 record = await ask(it, "r", PROMPT, salt, 3 * BLOCK)
-                assert (record.cached_tokens, expected(record)) == (reused * BLOCK,) * 2, salt
+                assert reuse_of(record) == (reused * BLOCK,) * 2, salt
             for salt, reused in (("A", 8), ("C", 0), (None, 8)):
                 record = await ask(it, "r", longer, salt)
-                assert (record.cached_tokens, expected(record)) == (reused * BLOCK,) * 2, salt
+                assert reuse_of(record) == (reused * BLOCK,) * 2, salt
 
     asyncio.run(asyncio.wait_for(main(), 60))
 
@@ -68,8 +68,8 @@ def test_a_stream_is_resumed_from_kv_of_its_own_salt() -> None:
             await it.lose(name)
             record = await asked
             assert record.attempts == 2
-            assert expected(record) >= (5 + 2) * BLOCK
-            assert (await ask(it, "s", PROMPT, "B")).cached_tokens == 0
+            assert reuse_of(record)[1] >= (5 + 2) * BLOCK
+            assert reuse_of(await ask(it, "s", PROMPT, "B"))[0] == 0
 
     asyncio.run(asyncio.wait_for(main(), 60))
 
@@ -117,7 +117,7 @@ def test_tenants_with_keys_share_no_kv(tmp_path: Path) -> None:
                 headers = {"x-request-id": "r", **bearer(key)}
                 assert await it.tokens(PROMPT, 8, salt, **headers) == it.reference(PROMPT, 8)
                 await it.settle()
-                record = it.gateway.conductor.records[RequestId("r")]
-                assert (record.cached_tokens, expected(record)) == (reused * BLOCK,) * 2, key
+                record = record_of(it.gateway.conductor, "r")
+                assert reuse_of(record) == (reused * BLOCK,) * 2, key
 
     asyncio.run(asyncio.wait_for(main(), 60))

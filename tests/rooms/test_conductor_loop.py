@@ -16,7 +16,16 @@ from moonserve.core.request import Request, Slo
 from moonserve.core.schedule.actions import Action, Decode, GiveUp, Prefill, Refuse, Spread
 from moonserve.core.schedule.adoption import Tracked
 from moonserve.core.schedule.conductor import Conductor
-from moonserve.core.schedule.facts import DecodeEnded, Fact, Joined, PrefillEnded, SpreadUpTo
+from moonserve.core.schedule.facts import (
+    ClientGone,
+    DecodeEnded,
+    Fact,
+    Joined,
+    PrefillEnded,
+    SpreadUpTo,
+)
+from moonserve.core.schedule.record import Measured
+from moonserve.core.schedule.shown import explained
 from moonserve.core.schedule.tuning import Tuning
 from moonserve.core.schedule.view import Promised
 from moonserve.core.units import (
@@ -28,10 +37,10 @@ from moonserve.core.units import (
     SegmentId,
     lease_of,
 )
-from moonserve.live.control import loop as module
 from moonserve.live.control.loop import ConductorLoop
-from moonserve.live.control.views import Figures, conductor_metrics, explain
+from moonserve.live.control.views import Figures, conductor_metrics
 from tests.support.cluster import exact, info
+from tests.support.records import record_of
 
 R = RequestId("r")
 
@@ -121,7 +130,6 @@ async def inbox_of(loop: ConductorLoop, slo: Slo, name: RequestId = R) -> list[A
     """The actions for a request of nine tokens, after some turns of the loop."""
     inbox: asyncio.Queue[Any] = asyncio.Queue()
     loop.open(Request(name, "m", len(tuple(range(9))), tuple(range(9)), slo=slo), (), inbox)
-    assert loop.records[name].outcome == "waiting"
     await asyncio.sleep(0.01)
     return [inbox.get_nowait() for _ in range(inbox.qsize())]
 
@@ -134,7 +142,7 @@ def test_a_refused_request_has_a_record() -> None:
         [refuse] = await inbox_of(loop, Slo(ttft_us=1))
         assert isinstance(refuse, Refuse)
         loop.close(R, "refused")
-        record = loop.records[R]
+        record = record_of(loop, R)
         assert (record.outcome, record.reason, record.attempts) == ("refused", "ttft_slo", 0)
         assert record.error == refuse.why
         assert record.decision is not None
@@ -151,14 +159,15 @@ def test_a_served_request_has_a_record_with_both_times() -> None:
         loop, _ = loop_of(policy="late_binding")
         [prefill] = await inbox_of(loop, Slo())
         assert isinstance(prefill, Prefill)
-        record = loop.records[R]
+        record = record_of(loop, R)
         assert (record.outcome, record.attempts) == ("running", 1)
-        assert (loop.placed, loop.waited_us) == (1, prefill.decision.waited_us)
+        assert (loop.placed, loop.account.waited_us) == (1, prefill.decision.waited_us)
         loop.first_token(R, 4)
-        loop.close(R, "length", 1_234)
+        loop.close(R, "length", Measured(tbt_us=1_234))
         assert record.ttft_us is not None
         assert record.ttft_us > 0
-        assert (record.tbt_us, record.cached_tokens, record.outcome) == (1_234, 4, "length")
+        assert record.measured == Measured(cached_tokens=4, tbt_us=1_234)
+        assert record.outcome == "length"
 
     run(test)
 
@@ -179,7 +188,7 @@ def test_an_adopted_request_has_a_record_and_its_actions_go_to_its_inbox() -> No
         assert second.known(R)
         decode = await inbox.get()
         assert isinstance(decode, Decode)
-        record = second.records[R]
+        record = record_of(second, R)
         assert (record.outcome, record.attempts, record.decision) == (
             "running",
             1,
@@ -194,19 +203,41 @@ def test_an_adopted_request_has_a_record_and_its_actions_go_to_its_inbox() -> No
     run(test)
 
 
-def test_records_are_bounded(monkeypatch: Any) -> None:
-    """The oldest records go first; a request without its record is still served."""
+def test_watchers_hear_of_each_request_once_it_is_over() -> None:
+    """After its driver has closed it and the Conductor has released it, with its keys."""
 
     async def test() -> None:
-        monkeypatch.setattr(module, "_KEPT_RECORDS", 1)
-        loop, _ = loop_of(policy="kvcache_centric")
-        for name in ("a", "b", "c", "d"):
-            await inbox_of(loop, Slo(), RequestId(name))
-            if name != "a":
-                loop.close(RequestId(name), "length")
-        assert list(loop.records) == ["b", "c", "d"]
-        loop.first_token(RequestId("a"), 0)
-        loop.close(RequestId("a"), "length", 1)
+        loop, _ = loop_of()
+        over: list[tuple[str, str, int]] = []
+        loop.watch_ended(lambda it: over.append((it.id, it.outcome, len(it.keys))))
+        for name in ("a", "b"):
+            inbox: asyncio.Queue[Any] = asyncio.Queue()
+            loop.open(Request(RequestId(name), "m", 40), (BlockKey(b"k"),), inbox)
+        await asyncio.sleep(0)
+        loop.tell(ClientGone(RequestId("a")))
+        loop.close(RequestId("b"), "cancelled")
+        await asyncio.sleep(0)
+        assert over == []
+        loop.close(RequestId("a"), "cancelled")
+        assert over == [("a", "cancelled", 1)]
+        loop.tell(ClientGone(RequestId("b")))
+        await asyncio.sleep(0)
+        assert over[1:] == [("b", "cancelled", 1)]
+        assert record_of(loop, "b").keys == ()
+
+    run(test)
+
+
+def test_a_client_that_leaves_in_the_turn_of_its_arrival_has_a_record() -> None:
+    """Its driver closes it before the Conductor has heard of it."""
+
+    async def test() -> None:
+        loop, _ = loop_of()
+        loop.open(Request(R, "m", 40), (), asyncio.Queue())
+        loop.tell(ClientGone(R))
+        loop.close(R, "cancelled")
+        record = record_of(loop, R)
+        assert (record.outcome, record.ended_us is not None) == ("cancelled", True)
 
     run(test)
 
@@ -264,8 +295,8 @@ def test_copies_are_asked_for_and_told_of() -> None:
         assert asked == [(4, "p1", "p0"), (4, "lost", "p0"), (2, "p1", "p0")]
         told = [fact for _, facts in core.steps for fact in facts if isinstance(fact, SpreadUpTo)]
         assert told == [SpreadUpTo(7, 2), SpreadUpTo(8, 0)], "of the third all will come"
-        assert loop.records[R].spread is not None
-        assert explain(R, loop.records[R]).spread == (
+        loop.account.take(0, [], [order])
+        assert explained(record_of(loop, R), lambda us: us).spread == (
             "Its first 20 tokens are copied from p0 to p1, in the background: about 9 requests "
             "asked for them lately, and the least loaded instance that has them has 2,000 ms of "
             "work, the mean is 900 ms, p1 has 0 ms."

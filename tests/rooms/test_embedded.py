@@ -22,6 +22,7 @@ from moonserve.core.schedule.facts import Joined
 from moonserve.core.schedule.tuning import Tuning
 from moonserve.core.units import RequestId
 from tests.support.cluster import info
+from tests.support.records import record_of
 from tests.support.scripted import NOTHING, PROMPT, World, collect, expected
 
 
@@ -43,10 +44,10 @@ def test_tokens_of_prefill_and_decode_are_joined_once() -> None:
         assert world.wire.calls == [("prefill", "p0"), ("decode", "d0")]
         assert await world.settled() == NOTHING
         assert world.released == ["r/1"]
-        record = world.loop.records[RequestId("r")]
-        assert (record.attempts, record.cached_tokens, record.outcome) == (1, 4, "length")
+        record = record_of(world.loop, "r")
+        assert (record.attempts, record.measured.cached_tokens, record.outcome) == (1, 4, "length")
         assert record.ttft_us is not None
-        assert record.tbt_us is not None
+        assert record.measured.tbt_us is not None
         errors = world.loop.core.errors.output
         assert errors.count == 1
         assert abs(errors.bias or 0.0) < 0.5  # the driver reports the whole length, max_tokens
@@ -66,9 +67,8 @@ def test_the_last_piece_decides_the_outcome() -> None:
                     if (piece.finish_reason is not None) or not last:
                         break
             assert await world.settled() == NOTHING
-        records = world.loop.records
-        assert records[RequestId("whole")].outcome == "length"
-        assert records[RequestId("left")].outcome == "cancelled"
+        assert record_of(world.loop, "whole").outcome == "length"
+        assert record_of(world.loop, "left").outcome == "cancelled"
 
     run(test)
 

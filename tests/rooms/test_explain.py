@@ -11,7 +11,7 @@ from moonserve.core.kv.index import Match
 from moonserve.core.schedule.actions import Candidate, Decision, Stage
 from moonserve.core.schedule.decide import decide
 from moonserve.core.schedule.estimate import Ask, Roles
-from moonserve.core.schedule.explain import Explanation, explanation, why
+from moonserve.core.schedule.explain import Explanation, Stages, explanation, why
 from moonserve.core.schedule.policy_state import PolicyState
 from moonserve.core.schedule.tuning import Tuning
 from moonserve.core.units import InstanceId, RequestId, SegmentId
@@ -168,6 +168,17 @@ def test_the_text_shows_terms_and_predictions_beside_the_truth() -> None:
     told = explanation("r1", "stop", *made, why(*made))
     told.actual_ttft_ms, told.actual_tbt_ms, told.actual_cached_tokens = 70.25, 24.0, 960
     told.attempts = 2
+    told.stages = Stages(
+        waited_ms=3.0,
+        queue_ms=4.0,
+        load_ms=19.0,
+        compute_ms=41.0,
+        publish_ms=None,
+        prefill_ms=66.0,
+        handover_ms=5.0,
+        decode_ms=None,
+        total_ms=1_170.25,
+    )
     text = list(lines(told))
     assert text[0] == "request r1: stop, in 2 attempts"
     assert text[1] == told.why
@@ -184,6 +195,8 @@ def test_the_text_shows_terms_and_predictions_beside_the_truth() -> None:
         "TTFT ms             68.0    70.2",
         "mean TBT ms         25.0    24.0",
         "reused tokens        960     960",
+        "took 1,170.2 ms: waited 3.0, prefill 66.0 (queue 4.0, load 19.0, compute 41.0), "
+        "hand-over 5.0",
     ]
 
 

@@ -19,7 +19,7 @@ from moonserve.core.kv.facts import BlocksStored
 from moonserve.core.kv.keys import chain_keys
 from moonserve.core.schedule.facts import Connector, Fact, PrefillEnded, Role
 from moonserve.core.schedule.tuning import Tuning
-from moonserve.core.units import InstanceId, RequestId
+from moonserve.core.units import InstanceId
 from moonserve.live.drive import external, lease
 from moonserve.live.drive.calls import CallLimits
 from moonserve.live.drive.connectors import nixl
@@ -29,6 +29,7 @@ from moonserve.live.external.monitor import POOL
 from moonserve.live.http.client import ClientResponse, UpstreamError
 from tests.support.external_site import SHORT, Site, run
 from tests.support.fake_vllm import spoken
+from tests.support.records import record_of
 from tests.support.serving import ByteText
 
 Pool = tuple[str, Role, Connector]
@@ -89,11 +90,11 @@ def test_the_record_says_what_an_engine_alone_has_reused() -> None:
             again = {**ASK, "prompt": PROMPT[:100] + str(number) * 300, **more}
             reply = parsed(await site.post(again, x_request_id=f"r-{number}"))
             cached = reply["usage"]["prompt_tokens_details"]["cached_tokens"]
-            assert cached == site.conductor.records[RequestId(f"r-{number}")].cached_tokens == 96
+            assert cached == record_of(site.conductor, f"r-{number}").measured.cached_tokens == 96
         other = {**ASK, "prompt": PROMPT[:100] + "?" * 300}
         await streamed(site, {**other, "stream_options": {"include_usage": True}})
         await site.settled()
-        assert next(reversed(site.conductor.records.values())).cached_tokens == 96
+        assert next(site.conductor.account.latest()).cached_tokens == 96
 
     run(use, *ONE)
 
@@ -122,7 +123,7 @@ def test_where_prefill_does_not_report_what_it_reused_nothing_is_claimed(pools: 
         _, events = await streamed(site, other)
         assert events[-1]["usage"]["prompt_tokens_details"]["cached_tokens"] is None
         await site.settled()
-        assert site.conductor.records[RequestId("r-1")].cached_tokens is None
+        assert record_of(site.conductor, "r-1").measured.cached_tokens is None
 
     run(use, *pools)
 
@@ -761,7 +762,7 @@ def test_an_engine_that_says_in_its_stream_that_it_failed(
         assert words == SAID[:2]
         assert message.endswith(": the engine reported an error in its stream")
         assert "EngineCore died" in caplog.text
-        assert [record.outcome for record in site.conductor.records.values()] == [
+        assert [record.outcome for record in site.conductor.account.latest()] == [
             "length",
             "failed",
         ]

@@ -25,6 +25,7 @@ from moonserve.live.control.placement_api import PlacementApi
 from moonserve.live.http.client import ClientResponse, HttpClient
 from moonserve.live.http.server import App, serve
 from tests.support.cluster import BLOCK, NAMESPACE, info
+from tests.support.records import record_of
 from tests.support.serving import ByteText
 
 PROMPT = list(range(41))
@@ -118,7 +119,7 @@ def test_select_decides_and_reserves_nothing() -> None:
         salted = await rig.good("select", {**ASK, "cache_salt": "A"})
         assert salted["reused_tokens"] == 0, "that KV has no salt"
         assert rig.promised() == NOTHING
-        assert not rig.loop.records
+        assert not list(rig.loop.account.latest())
 
     run(use)
 
@@ -139,7 +140,7 @@ def test_a_reservation_from_prefill_to_the_end() -> None:
         assert went_on["decode"]["instance"] == placed["decode"]["instance"]
         assert await rig.good("release", ended) == went_on  # the reply was lost: asked again
         assert rig.promised() == Promised(1, 0, 0, 1)
-        assert rig.loop.records["abc"].cached_tokens == 24  # type: ignore[index]
+        assert record_of(rig.loop, "abc").measured.cached_tokens == 24
         over = await rig.good("release", {"id": "abc", "outcome": "decode_ended", "tokens": 7})
         assert over == {"id": "abc", "released": True}
         await asyncio.sleep(0)
@@ -215,7 +216,7 @@ def test_every_end_releases_everything(outcome: str) -> None:
             assert told["released"]
         await asyncio.sleep(0)
         assert rig.promised() == NOTHING
-        assert rig.loop.records["a"].outcome == outcome  # type: ignore[index]
+        assert record_of(rig.loop, "a").outcome == outcome
         seen = rig.loop.core.errors.output.count
         assert seen == (2 if outcome == "decode_ended" else 0)
 
@@ -253,7 +254,7 @@ def test_who_never_comes_back_is_released_at_the_deadline() -> None:
             await asyncio.sleep(0.02)
         await asyncio.sleep(0)
         assert rig.promised() == NOTHING
-        assert rig.loop.records["a"].outcome == "expired"  # type: ignore[index]
+        assert record_of(rig.loop, "a").outcome == "expired"
         assert (await rig.good("release", {"id": "a", "outcome": "cancelled"}))["released"] is False
 
     run(use)

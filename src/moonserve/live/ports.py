@@ -24,6 +24,7 @@ from moonserve.core.schedule.facts import (
     StageEnded,
 )
 from moonserve.core.schedule.observed import Part
+from moonserve.core.schedule.record import Measured
 from moonserve.core.schedule.view import InstanceView, Promised
 from moonserve.core.store.words import Found as Found
 from moonserve.core.store.words import Replica as Replica
@@ -341,14 +342,11 @@ class Conducting(Protocol):
         self,
         request: RequestId,
         outcome: str,
-        tbt_us: Micros | None = None,
-        cached_tokens: Tokens | None = None,
+        measured: Measured = Measured(),  # noqa: B008 - frozen
     ) -> None:
         """The request's task has ended; later actions for it are dropped.
 
-        If the request has not ended for the Conductor, report ClientGone first. tbt_us: the mean
-        time between its tokens, if it had two; cached_tokens: if the engine reported them after the
-        first token.
+        If the request has not ended for the Conductor, report ClientGone first.
         """
 
 

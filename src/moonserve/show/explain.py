@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from moonserve.core.schedule.explain import CandidateRow, Explanation
+from moonserve.core.schedule.explain import CandidateRow, Explanation, Stages
 from moonserve.show.table import table
 
 _HEADS = ("", "candidate", "from", "local", "reused", "transfer", "queue", "compute", "total")
@@ -47,6 +47,33 @@ def lines(told: Explanation) -> Iterator[str]:
         ("reused tokens", _number(told.reused_tokens), _number(told.actual_cached_tokens)),
     ]
     yield from table(figures, words=1)
+    if told.stages is not None:
+        yield from _took(told.stages)
+
+
+def _took(stages: Stages) -> Iterator[str]:
+    """Where the time went, if the request is over."""
+    if stages.total_ms is None:
+        return
+    parts = {
+        "queue": stages.queue_ms,
+        "load": stages.load_ms,
+        "compute": stages.compute_ms,
+        "publish": stages.publish_ms,
+    }
+    inside = ", ".join(f"{name} {ms:,.1f}" for name, ms in parts.items() if ms is not None)
+    took = {
+        "waited": stages.waited_ms,
+        "prefill": stages.prefill_ms,
+        "hand-over": stages.handover_ms,
+        "decode": stages.decode_ms,
+    }
+    steps = [
+        f"{name} {ms:,.1f}" + (f" ({inside})" if name == "prefill" and inside else "")
+        for name, ms in took.items()
+        if ms is not None
+    ]
+    yield f"took {stages.total_ms:,.1f} ms: {', '.join(steps)}"
 
 
 def _attempts(told: Explanation) -> str:

@@ -41,10 +41,30 @@ class GroupPart(msgspec.Struct, frozen=True):
     """Of the prompt, [start, end)."""
 
 
+class Stages(msgspec.Struct, frozen=True):
+    """How long each stage took; see record.StageTimes and record.PrefillTimes, whose parts of
+    `prefill_ms` are `queue_ms`, `load_ms`, `compute_ms` and `publish_ms`."""
+
+    waited_ms: float | None
+    queue_ms: float | None
+    load_ms: float | None
+    compute_ms: float | None
+    publish_ms: float | None
+    prefill_ms: float | None
+    handover_ms: float | None
+    decode_ms: float | None
+    total_ms: float | None
+
+
 class Explanation(msgspec.Struct, kw_only=True):
     """What is known of a request's placement; None: does not apply, or is not known yet."""
 
     request: str
+    arrived_ms: int | None = None
+    """Since 1970."""
+    model: str | None = None
+    tenant: str | None = None
+    priority: int | None = None
     outcome: str
     """waiting, running, stop, length, cancelled, refused or failed."""
     why: str
@@ -75,6 +95,13 @@ class Explanation(msgspec.Struct, kw_only=True):
     actual_cached_tokens: Tokens | None = None
     attempts: int = 0
     """Prefill calls."""
+    output_tokens: Tokens | None = None
+    ttft_slo_ms: float | None = None
+    tbt_slo_ms: float | None = None
+    in_time: bool | None = None
+    """Whether it was served within both; None: it was not served, or not yet."""
+    stages: Stages | None = None
+    """Those of its last calls."""
     reject_reason: str | None = None
     error: str | None = None
     spread: str | None = None

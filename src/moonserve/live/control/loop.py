@@ -10,11 +10,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from typing import Any
-
-import msgspec
 
 from moonserve.core.errors import MoonserveError
 from moonserve.core.kv.index import Held, PrefixIndex
@@ -23,7 +20,6 @@ from moonserve.core.schedule.account import Account
 from moonserve.core.schedule.actions import (
     Abort,
     Action,
-    Candidate,
     Decision,
     Decode,
     GiveUp,
@@ -37,6 +33,7 @@ from moonserve.core.schedule.conductor import Conductor
 from moonserve.core.schedule.decode_forecast import PredictionErrors
 from moonserve.core.schedule.facts import Arrived, InstanceInfo, SpreadUpTo
 from moonserve.core.schedule.hot import Hot
+from moonserve.core.schedule.record import Measured, Record
 from moonserve.core.schedule.tuning import Tuning
 from moonserve.core.schedule.view import InstanceView, Promised
 from moonserve.core.units import (
@@ -59,33 +56,6 @@ Copy = Callable[[Sequence[BlockKey], SegmentId, SegmentId | None], Awaitable[int
 """Asks the store to copy blocks to the first segment, from the second one where that has them.
 Returns how many leading blocks are there or will be. May raise MoonserveError or OSError."""
 
-_KEPT_RECORDS = 500
-"""Records of ended requests that are kept. A record has some kilobytes and is written once: many
-more would evict from the processor's caches what every request needs."""
-
-
-class Record(msgspec.Struct):
-    """What happened to one request: decision, predictions, and later the measured values."""
-
-    arrived_us: Micros
-    decision: Decision | None = None
-    """The last decision. For a refused request: the decision that admission did not accept."""
-    candidates: Sequence[Candidate] = ()
-    """The candidates of that decision; the chosen one is the first."""
-    attempts: int = 0
-    """How many prefill calls were made."""
-    ttft_us: Micros | None = None
-    tbt_us: Micros | None = None
-    """Mean time between tokens."""
-    cached_tokens: Tokens | None = None
-    spread: Spread | None = None
-    """The copy of its prefix that its placement caused."""
-    outcome: str = "waiting"
-    reason: str | None = None
-    """Why it was refused, as a word for programs."""
-    error: str | None = None
-    """Why it was refused or failed, in words."""
-
 
 class ConductorLoop:
     """Drives one Conductor on the running event loop. Implements ports.Conducting."""
@@ -101,7 +71,7 @@ class ConductorLoop:
         account of the run (core.schedule.events)."""
         self.core = conductor
         self.now_us = LoopClock().now_us
-        self.account = Account(conductor.slo)
+        self.account = Account(conductor.slo, self._ended)
         self._release = release
         self._copy = copy
         self._copying: set[asyncio.Task[None]] = set()
@@ -112,12 +82,7 @@ class ConductorLoop:
         self._infos: list[InstanceInfo] = []
         self._facts: list[StepFact] = []
         self._timer: asyncio.TimerHandle | None = None
-        self.records: OrderedDict[RequestId, Record] = OrderedDict()
-        """The latest requests, bounded; read by the API, `ask` and `explain`."""
-        self.placed = 0
-        """How many requests were placed, ever."""
-        self.waited_us: Micros = 0
-        """How long all of them together waited for that at the Conductor."""
+        self._end_watchers: list[Callable[[Record], None]] = []
         self.kept_blocks = 0
         """Blocks that prefill instances loaded from others and keep copies of (Algorithm 1)."""
 
@@ -170,6 +135,22 @@ class ConductorLoop:
         """How far off the Conductor's predictions were."""
         return self.core.errors
 
+    @property
+    def placed(self) -> int:
+        """How many requests were placed, ever."""
+        return self.account.placed
+
+    def watch_ended(self, ended: Callable[[Record], None]) -> None:
+        """Have `ended` called with the record of each request that is over, refused ones included.
+
+        It must be quick, and must not raise. The record's keys are dropped afterwards.
+        """
+        self._end_watchers.append(ended)
+
+    def _ended(self, record: Record) -> None:
+        for ended in self._end_watchers:
+            ended(record)
+
     def watch_instances(self, changed: Callable[[], None]) -> None:
         """Have `changed` called after each step while the list of instances has changed and nobody
         has read it with `instances`."""
@@ -189,7 +170,7 @@ class ConductorLoop:
     def open(self, request: Request, keys: Sequence[BlockKey], inbox: Inbox) -> None:
         """A request arrives; the Conductor's actions for it go to `inbox`. See ports.Conducting."""
         assert request.id not in self._inboxes, "request ids are unique"
-        self._record(request.id, Record(request.since_us(self.now_us())), inbox)
+        self._inboxes[request.id] = inbox
         self.tell(Arrived(request, tuple(keys)))
 
     def adopt(self, adopted: Adopted, facts: Sequence[FactOfRequest], inbox: Inbox) -> None:
@@ -198,44 +179,26 @@ class ConductorLoop:
         facts: those that were reported since its last call went out. A request that is known
         already is counted once, and its actions go to the new inbox only.
         """
-        request = adopted.request
-        arrived_us = request.since_us(self.now_us())
-        record = Record(arrived_us, adopted.decision, (), len(adopted.leases), outcome="running")
-        if adopted.first_us is not None:
-            record.ttft_us = adopted.first_us - arrived_us
-        self._record(request.id, record, inbox)
+        self._inboxes[adopted.request.id] = inbox
         self.tell(adopted, *facts)
 
     def abandon(self) -> None:
         """Another Conductor leads, and adopts all requests: forget them, and release nothing."""
-        for request in self._inboxes:
-            self.records[request].outcome = "with another Conductor"
         self._inboxes.clear()
         self.tell(Deposed())
         self.settle()
-
-    def _record(self, request: RequestId, record: Record, inbox: Inbox) -> None:
-        self.records.pop(request, None)  # an earlier request of this id
-        self.records[request] = record
-        self._inboxes[request] = inbox
-        while len(self.records) > _KEPT_RECORDS + len(self._inboxes):
-            self.records.popitem(last=False)
 
     def close(
         self,
         request: RequestId,
         outcome: str,
-        tbt_us: Micros | None = None,
-        cached_tokens: Tokens | None = None,
+        measured: Measured = Measured(),  # noqa: B008 - frozen
     ) -> None:
         """The request's task has ended; later actions for it are dropped. See ports.Conducting."""
         self._inboxes.pop(request, None)
-        record = self.records.get(request)
-        if record is not None:
-            record.outcome = outcome
-            record.tbt_us = tbt_us
-            if cached_tokens is not None:
-                record.cached_tokens = cached_tokens
+        if not self.account.has(request):
+            self.settle()  # it has arrived in this turn
+        self.account.close(request, outcome, measured)
 
     def stop(self) -> None:
         """Stop the timer and all copies. Call `tell` no more afterwards."""
@@ -254,10 +217,7 @@ class ConductorLoop:
 
     def first_token(self, request: RequestId, cached_tokens: Tokens | None) -> None:
         """Prefill has returned its token: record the measured TTFT."""
-        record = self.records.get(request)
-        if record is not None and record.ttft_us is None:
-            record.ttft_us = self.now_us() - record.arrived_us
-            record.cached_tokens = cached_tokens
+        self.account.first_token(request, self.now_us(), cached_tokens)
 
     def _flush(self) -> None:
         facts, self._facts = self._facts, []
@@ -295,18 +255,11 @@ class ConductorLoop:
                     self._release(lease_of(request, number))
                 return
             case Prefill(request, number, to):
-                self._decided(action)
                 log.debug("%s: call %d: prefill on %s", request, number, to.id)
             case Decode(request, number, to):
                 log.debug("%s: call %d: decode on %s", request, number, to.id)
-                record = self.records.get(request)
-                if record is not None and record.decision is not None:
-                    record.decision = msgspec.structs.replace(record.decision, decode=to.id)
             case Spread(request, number, keys, first, source, to):
                 log.info("copy %d: %d blocks to %s", number, len(keys) - first, to)
-                record = self.records.get(request)
-                if record is not None:
-                    record.spread = action
                 self._begin(self._have_copied(keys[first:], to, source, number))
                 return
             case Abort(request, number, why):
@@ -315,7 +268,6 @@ class ConductorLoop:
                 # Refusals come in hundreds: count and record them, but do not log a warning each.
                 level = logging.DEBUG if isinstance(action, Refuse) else logging.WARNING
                 log.log(level, "%s: %s", action.request, action.why)
-                self._over(action)
         inbox = self._inboxes.get(action.request)
         if inbox is not None:
             inbox.put_nowait(action)
@@ -344,24 +296,3 @@ class ConductorLoop:
             self.kept_blocks += count
         elif count < len(keys):
             self.tell(SpreadUpTo(number, count))
-
-    def _decided(self, action: Prefill) -> None:
-        record = self.records.get(action.request)
-        if record is not None:
-            if not record.attempts:
-                self.placed += 1
-                self.waited_us += action.decision.waited_us
-            record.decision = action.decision
-            record.candidates = action.candidates
-            record.attempts += 1
-            record.outcome = "running"
-
-    def _over(self, action: Refuse | GiveUp) -> None:
-        record = self.records.get(action.request)
-        if record is None:
-            return
-        record.error = action.why
-        if isinstance(action, Refuse):
-            record.reason = action.reason
-            record.decision = action.decision
-            record.candidates = action.candidates

@@ -6,9 +6,12 @@ Control mounts the handlers and lists the collectors, which read the Conductor's
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, TypeAlias, TypeVar
+from itertools import islice
+from typing import Annotated, Any, TypeAlias, TypeVar
 
+import msgspec
 from prometheus_client.metrics_core import (
     CounterMetricFamily,
     GaugeMetricFamily,
@@ -17,11 +20,13 @@ from prometheus_client.metrics_core import (
 from prometheus_client.registry import Collector
 
 from moonserve.core.errors import BadRequest
-from moonserve.core.schedule.explain import Explanation, explanation, why, why_spread
 from moonserve.core.schedule.hot import SKIPPED
+from moonserve.core.schedule.record import Record
+from moonserve.core.schedule.shown import explained, listed
 from moonserve.core.schedule.view import InstanceView
 from moonserve.core.units import MICROS_PER_SECOND, Micros, RequestId
-from moonserve.live.control.loop import ConductorLoop, Record
+from moonserve.invalid import in_words
+from moonserve.live.control.loop import ConductorLoop
 from moonserve.live.drive.lost import without_addresses
 from moonserve.live.health import Health
 from moonserve.live.http.message import HttpRequest, Response, json_response
@@ -42,6 +47,29 @@ class NoDecision(BadRequest):
     status = 404
 
 
+class DecisionsAsked(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The query of GET /api/decisions: which requests are listed. Empty: all."""
+
+    limit: Annotated[int, msgspec.Meta(ge=1, le=1_000)] = 100
+    outcome: str = ""
+    tenant: str | None = None
+    instance: str = ""
+    """One that prefilled or decoded it, or would have."""
+    late: bool = False
+    """Only those that missed their objectives."""
+
+    def wants(self, record: Record) -> bool:
+        """Whether the request is listed."""
+        decision = record.decision
+        placed_at = () if decision is None else (decision.prefill, decision.decode)
+        return (
+            self.outcome in ("", record.outcome)
+            and self.tenant in (None, record.tenant)
+            and (not self.instance or self.instance in placed_at)
+            and (not self.late or record.is_good is False)
+        )
+
+
 class Api:
     """Handlers of /api, to be mounted by the gateway process."""
 
@@ -55,6 +83,7 @@ class Api:
             ("GET", "/api/instances"): self._instances,
             ("GET", "/api/health"): self._health,
             ("GET", "/api/stats"): self._stats,
+            ("GET", DECISIONS_PREFIX.rstrip("/")): self._decisions,
         }
 
     def prefixes(self) -> dict[tuple[str, str], Handler]:
@@ -75,7 +104,7 @@ class Api:
             {
                 "requests": promised.requests,
                 "placed": self._conductor.placed,
-                "waited_us": self._conductor.waited_us,
+                "waited_us": self._conductor.account.waited_us,
                 "prefills_promised": promised.prefills,
                 "prefill_us_promised": promised.prefill_us,
                 "decodes_promised": promised.decodes,
@@ -87,10 +116,25 @@ class Api:
 
     async def _decision(self, request: HttpRequest) -> Response:
         wanted = RequestId(request.path.removeprefix(DECISIONS_PREFIX))
-        record = self._conductor.records.get(wanted)
+        record = self._conductor.account.find(wanted)
         if record is None:
             raise NoDecision(f"no decision is kept for request {wanted}", "request id")
-        return json_response(explain(wanted, record))
+        return json_response(explained(record, self._clock_ms()))
+
+    async def _decisions(self, request: HttpRequest) -> Response:
+        try:
+            asked = msgspec.convert(request.query, DecisionsAsked, strict=False)
+        except msgspec.ValidationError as error:
+            param, what = in_words(error, DecisionsAsked)
+            raise BadRequest(f"{param or 'query'}: {what}", param or None) from None
+        rows = islice(filter(asked.wants, self._conductor.account.latest()), asked.limit)
+        clock_ms = self._clock_ms()
+        return json_response([listed(record, clock_ms) for record in rows])
+
+    def _clock_ms(self) -> Callable[[Micros], int]:
+        """Milliseconds since 1970 for a time of the Conductor."""
+        since_us = time.time_ns() // 1_000 - self._conductor.now_us()
+        return lambda us: (since_us + us) // 1_000
 
 
 def instance_row(view: InstanceView, now_us: Micros) -> dict[str, Any]:
@@ -118,27 +162,6 @@ def instance_row(view: InstanceView, now_us: Micros) -> dict[str, Any]:
             "unclaimed_tokens": trust.unclaimed,
         },
     }
-
-
-def explain(request: RequestId, record: Record) -> Explanation:
-    """Explain a request: its decision, its predictions and the measured values."""
-    decision = record.decision
-    sentence = record.error or "It waits for an instance to be free."
-    if decision is not None and record.reason is None:
-        sentence = why(decision, record.candidates)
-    explained = explanation(request, record.outcome, decision, record.candidates, sentence)
-    explained.attempts = record.attempts
-    explained.actual_ttft_ms = _ms(record.ttft_us)
-    explained.actual_tbt_ms = _ms(record.tbt_us)
-    explained.actual_cached_tokens = record.cached_tokens
-    explained.reject_reason = record.reason
-    explained.error = record.error
-    explained.spread = None if record.spread is None else why_spread(record.spread)
-    return explained
-
-
-def _ms(us: Micros | None) -> float | None:
-    return None if us is None else us / 1_000
 
 
 class Figures(Collector):

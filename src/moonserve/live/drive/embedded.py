@@ -19,6 +19,7 @@ from moonserve.core.errors import MoonserveError, NobodyAlive
 from moonserve.core.kv.keys import KeyChain, Namespace
 from moonserve.core.request import Request
 from moonserve.core.schedule.actions import Decode, Prefill
+from moonserve.core.schedule.record import PrefillTimes
 from moonserve.core.units import BlockKey, InstanceId, LeaseId, Tokens, lease_of
 from moonserve.live.drive.connectors import embedded
 from moonserve.live.drive.gather_group import gather_group
@@ -84,6 +85,7 @@ class _TokenReply:
         self.tokens: Tokens = 0
         self.cached: Tokens | None = None
         self.finish: str | None = None
+        self.prefill: PrefillTimes | None = None
 
     @property
     def done(self) -> bool:
@@ -185,6 +187,7 @@ class TokenCalls:
         cached = given.cached_tokens if self.reply.cached is None else None
         self._add(given.token_ids)
         self._params = given.kv_transfer_params
+        self.reply.prefill = given.times
         self._repeated = len(given.token_ids)
         if given.finish_reason == "stop":
             self.reply.finish = "stop"

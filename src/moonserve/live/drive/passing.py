@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 
+from moonserve.core.schedule.record import PrefillTimes
 from moonserve.core.units import Tokens
 from moonserve.live.openai import usage
 
@@ -28,6 +29,9 @@ class Passing:
     elsewhere: whether another engine prefilled the prompt: what this one reports as cached is then
     what it received. cached: prompt tokens that the other one reused; None: it reports none.
     """
+
+    prefill: PrefillTimes | None = None
+    """External engines do not report how they spend a prefill's time."""
 
     def __init__(self, cached: Tokens | None = None, elsewhere: bool = False) -> None:
         self.counted = usage.SeenUsage()

@@ -32,7 +32,15 @@ from moonserve.core.schedule.facts import (
     PrefillEnded,
     StageEnded,
 )
-from moonserve.core.units import MICROS_PER_SECOND, BlockKey, InstanceId, Tokens, seconds_to_us
+from moonserve.core.schedule.record import Measured, PrefillTimes
+from moonserve.core.units import (
+    MICROS_PER_SECOND,
+    BlockKey,
+    InstanceId,
+    Micros,
+    Tokens,
+    seconds_to_us,
+)
 from moonserve.live.drive.inbox import ActionInbox
 from moonserve.live.drive.lost import CallLost, Passed, plain
 from moonserve.live.ports import Conducting
@@ -61,6 +69,10 @@ class ReplyState(Protocol):
     @property
     def cached(self) -> Tokens | None:
         """Prompt tokens that prefill reused; None: not reported (yet)."""
+
+    @property
+    def prefill(self) -> PrefillTimes | None:
+        """How the worker spent the last prefill's time; None: it has not reported it."""
 
 
 class Life(Protocol):
@@ -168,6 +180,8 @@ class RequestDriver(Generic[PieceT]):
         self._first_s = 0.0
         self._last_s = 0.0
         """When the first and the last piece came."""
+        self._handover_us: Micros | None = None
+        """From the last decode call to its first piece."""
 
     async def next(self) -> PieceT | None:
         """The next piece of the reply; None: there is no more.
@@ -207,15 +221,23 @@ class RequestDriver(Generic[PieceT]):
             self._opened = False
             if self._lives:
                 self._conductor.tell(ClientGone(self._request.id))
-            reply = self._calls.reply
-            gaps = reply.tokens - 1 if self._pieces > 1 else 0
-            tbt_us = seconds_to_us((self._last_s - self._first_s) / gaps) if gaps > 0 else None
-            self._conductor.close(self._request.id, self._outcome, tbt_us, reply.cached)
+            self._conductor.close(self._request.id, self._outcome, self._measured())
         try:
             if self._calls.reply.done:
                 await self._calls.drain()
         finally:
             await self._calls.stop()
+
+    def _measured(self) -> Measured:
+        reply = self._calls.reply
+        gaps = reply.tokens - 1 if self._pieces > 1 else 0
+        return Measured(
+            tokens=reply.tokens,
+            cached_tokens=reply.cached,
+            tbt_us=seconds_to_us((self._last_s - self._first_s) / gaps) if gaps > 0 else None,
+            handover_us=self._handover_us,
+            prefill=reply.prefill,
+        )
 
     # What a call reports: see Life.
 
@@ -269,6 +291,7 @@ class RequestDriver(Generic[PieceT]):
         self.inbox.out(action.number)
         self._called = action.to.id
         self._prefilling = isinstance(action, Prefill)
+        called_s = self._loop.time()
         try:
             piece = await self.inbox.until_lost(self._call(action))
         except Passed as passed:
@@ -278,7 +301,10 @@ class RequestDriver(Generic[PieceT]):
         except Exception as error:  # noqa: BLE001 - a bug in a call is a failed call, and logged
             await self._fail(error, retry=True)
             return None
-        if isinstance(action, Decode) or action.decision.joint:
+        if isinstance(action, Decode):
+            self._handover_us = seconds_to_us(self._loop.time() - called_s)
+            return self._took(piece)
+        if action.decision.joint:
             return self._took(piece)
         self.inbox.out(0)
         if self._calls.reply.done:

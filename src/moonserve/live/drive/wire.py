@@ -14,6 +14,7 @@ import msgspec
 from moonserve.core.errors import UNREADABLE
 from moonserve.core.request import Request
 from moonserve.core.schedule.facts import InstanceInfo
+from moonserve.core.schedule.record import PrefillTimes
 from moonserve.core.units import BlockKey, LeaseId, Tokens, whole_number
 from moonserve.live.drive.lost import CallLost, logged
 from moonserve.live.http.auth import bearer
@@ -29,6 +30,7 @@ class Prefilled(msgspec.Struct, frozen=True):
     finish_reason: str | None
     cached_tokens: Tokens
     kv_transfer_params: dict[str, Any]
+    times: PrefillTimes | None = None
 
 
 class Decoded(msgspec.Struct, frozen=True):
@@ -116,6 +118,7 @@ class WireClient:
             choice.finish_reason,
             min(parsed.cached_tokens() or 0, request.length),
             _kv_transfer_params(to, parsed),
+            parsed.prefill_times,
         )
 
     async def prefetch(

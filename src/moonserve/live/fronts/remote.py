@@ -29,7 +29,8 @@ from moonserve.core.request import Request
 from moonserve.core.schedule.actions import Decode, GiveUp, Prefill, Refuse
 from moonserve.core.schedule.adoption import FactOfRequest, Tracked
 from moonserve.core.schedule.facts import ClientGone, InstanceInfo
-from moonserve.core.units import BlockKey, Micros, RequestId, SegmentId, Tokens
+from moonserve.core.schedule.record import Measured
+from moonserve.core.units import BlockKey, RequestId, SegmentId, Tokens
 from moonserve.live.access.keys import ApiKey, KeyLimits
 from moonserve.live.access.meter import REASON, CountedCall
 from moonserve.live.clock import LoopClock
@@ -241,12 +242,11 @@ class RemoteConductor:
         self,
         request: RequestId,
         outcome: str,
-        tbt_us: Micros | None = None,
-        cached_tokens: Tokens | None = None,
+        measured: Measured = Measured(),  # noqa: B008 - frozen
     ) -> None:
         """See ports.Conducting."""
         life = self._lives.pop(request, None)
-        closed = wire.Closed(request, outcome, tbt_us, cached_tokens)
+        closed = wire.Closed(request, outcome, measured)
         if request in self._unsent:
             del self._unsent[request]  # no Conductor knows it
         elif self._link is None and life is not None and life.tracked.is_placed:

@@ -237,9 +237,9 @@ class FrontServer:
                 conductor.first_token(name, cached)
             case wire.Kept(keys, to, source):
                 conductor.keep(keys, to, source)
-            case wire.Closed(name, outcome, tbt_us, cached) if name in link.lives:
+            case wire.Closed(name, outcome, measured) if name in link.lives:
                 link.lives.discard(name)
-                conductor.close(name, outcome, tbt_us, cached)
+                conductor.close(name, outcome, measured)
             case wire.CallBegan(number, instance, part, prompt, predicted, streams):
                 if self._fleet is not None:
                     began = self._fleet.began(instance, part, prompt, predicted, streams)

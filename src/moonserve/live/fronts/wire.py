@@ -17,13 +17,14 @@ from moonserve.core.schedule.actions import Abort, Decision, Decode, GiveUp, Pre
 from moonserve.core.schedule.adoption import Adopted, FactOfRequest, Tracked
 from moonserve.core.schedule.facts import InstanceInfo
 from moonserve.core.schedule.observed import Part
+from moonserve.core.schedule.record import Measured
 from moonserve.core.units import BlockKey, InstanceId, Micros, RequestId, SegmentId, Tokens
 from moonserve.live.access.keys import KeyLimits
 from moonserve.live.external.spec import InstanceSpec
 from moonserve.live.ports import DriverFact
 from moonserve.live.rpc.connection import ConnectionLimits
 
-PROTOCOL = "moonserve-fronts/5"
+PROTOCOL = "moonserve-fronts/6"
 PATH = "/internal/front"
 """Where a Conductor's HTTP server switches a front's connection to rpc."""
 LIMITS = ConnectionLimits(frame_bytes=256 << 20, unread_bytes=256 << 20, beat_s=1.0, missed_beats=5)
@@ -207,8 +208,7 @@ class Closed(msgspec.Struct, frozen=True, tag=True):
 
     request: RequestId
     outcome: str
-    tbt_us: Micros | None
-    cached_tokens: Tokens | None
+    measured: Measured
 
 
 class CallBegan(msgspec.Struct, frozen=True, tag=True):

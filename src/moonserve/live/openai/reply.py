@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from moonserve.core.schedule.record import PrefillTimes
 from moonserve.core.units import Tokens
 from moonserve.live.openai.request import Form
 
@@ -89,6 +90,8 @@ class Reply(msgspec.Struct):
     usage: Usage | UnsetType | None = UNSET
     kv_transfer_params: dict[str, Any] | UnsetType | None = UNSET
     """vLLM's extension: what a decode instance needs to fetch the KV."""
+    prefill_times: PrefillTimes | UnsetType = UNSET
+    """Of our workers: how a prefill that leaves its KV for a decode spent its time."""
 
 
 _OBJECTS: dict[tuple[Form, bool], str] = {
@@ -194,6 +197,7 @@ class ReadReply(msgspec.Struct):
     choices: list[ReadChoice] = []
     usage: ReadUsage | None = None
     kv_transfer_params: msgspec.Raw = msgspec.Raw(b"null")
+    prefill_times: PrefillTimes | None = None
     error: Any = None
 
     def cached_tokens(self) -> Tokens | None:

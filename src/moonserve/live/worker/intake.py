@@ -124,6 +124,7 @@ class Intake:
                 blocks = (*prefetcher.claim(prefetch), *blocks)
             active.prefetch = prefetch
             active.blocks = blocks
+            active.admitted_us = self._bench.clock.now_us()
             if start is not None:
                 self._begin_loading(active)
                 start()
@@ -181,6 +182,7 @@ class Intake:
         bench = self._bench
         job = active.job
         known = active.known
+        active.entered_us = bench.clock.now_us()
         active.cached = computed
         active.published = computed // bench.shape.block_size
         bench.metrics.entered(len(job.prompt), computed, job.take_kv)

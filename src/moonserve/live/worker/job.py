@@ -14,6 +14,7 @@ import msgspec
 from moonserve.core.errors import MoonserveError
 from moonserve.core.kv.keys import chain_keys, tail_key
 from moonserve.core.request import Finish, Sampling, Stopping
+from moonserve.core.schedule.record import PrefillTimes
 from moonserve.core.shares import Party
 from moonserve.core.units import BlockKey, LeaseId, Micros, RequestId, SegmentId, Tokens
 
@@ -71,6 +72,8 @@ class Piece(msgspec.Struct, frozen=True):
     finish: Finish | None = None
     cached_tokens: Tokens = 0
     """Prompt tokens whose KV came from the store; the same on every piece."""
+    times: PrefillTimes | None = None
+    """On the last piece of a prefill that leaves its KV in the store."""
 
 
 class PromptKeys(msgspec.Struct, frozen=True):
@@ -163,8 +166,9 @@ class ActiveJob:
     """One job from its submission to its end."""
 
     __slots__ = (
-        "arrived_us", "blocks", "cached", "ended", "grown", "job", "keys", "last_us", "loading",
-        "made", "pieces", "prefetch", "published", "wanted",
+        "admitted_us", "arrived_us", "blocks", "cached", "computed_us", "ended", "entered_us",
+        "grown", "job", "keys", "last_us", "loading", "made", "passed_us", "pieces", "prefetch",
+        "published", "wanted",
     )  # fmt: skip
 
     def __init__(
@@ -193,6 +197,14 @@ class ActiveJob:
         self.cached = 0
         self.ended = False
         self.arrived_us = now_us
+        self.admitted_us = now_us
+        """When it had its blocks, and its KV began to come."""
+        self.entered_us = now_us
+        """When it had its KV, and entered the batch."""
+        self.computed_us: Micros = 0
+        """How long the passes took that computed its prompt."""
+        self.passed_us = now_us
+        """When the last of them ended."""
         self.last_us: Micros | None = None
         """When its last piece came."""
         self.pieces: asyncio.Queue[Piece | MoonserveError] = asyncio.Queue()
@@ -203,3 +215,14 @@ class ActiveJob:
         """The tokens it enters the batch with."""
         first = self.job.first_token
         return self.job.prompt if first is None else (*self.job.prompt, first)
+
+    def times(self, now_us: Micros) -> PrefillTimes:
+        """How this prefill spent its time, if its KV is in the store by now."""
+        load_us = self.entered_us - self.admitted_us
+        until_passed_us = self.passed_us - self.arrived_us
+        return PrefillTimes(
+            queue_us=max(0, until_passed_us - load_us - self.computed_us),
+            load_us=load_us,
+            compute_us=self.computed_us,
+            publish_us=now_us - self.passed_us,
+        )

@@ -11,6 +11,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Iterable
 
+import msgspec
+
 from moonserve.core.engine.batch import Batch, Pass, Progress
 from moonserve.core.errors import DeadlineExceeded, EngineFailed, MoonserveError
 from moonserve.core.schedule.facts import InstanceLoad, PassSample
@@ -65,6 +67,9 @@ class Runner:
         try:
             while True:
                 piece = await self._next(active)
+                if piece.finish is not None and job.send_kv and job.part is None:
+                    times = active.times(self._bench.clock.now_us())
+                    piece = msgspec.structs.replace(piece, times=times)
                 yield piece
                 if piece.finish is not None:
                     return
@@ -222,7 +227,11 @@ class Runner:
                 if (active := self._active.get(chunk.request)) is not None:
                     self._kv.publish(active, chunk, result.sampled.get(chunk.request))
         for progress in self._batch.apply(work, result):
-            self._deliver(self._active[progress.request], progress)
+            active = self._active[progress.request]
+            if active.job.send_kv:
+                active.computed_us += result.elapsed_us
+                active.passed_us = self._bench.clock.now_us()
+            self._deliver(active, progress)
 
     def _deliver(self, active: ActiveJob, progress: Progress) -> None:
         """Send the job the token of a pass. A prefill's last token waits until no put is left."""

@@ -15,6 +15,7 @@ from msgspec import UNSET
 
 from moonserve.core.errors import UNREADABLE, BadRequest, ModelNotFound
 from moonserve.core.schedule.facts import InstanceInfo
+from moonserve.core.schedule.record import PrefillTimes
 from moonserve.core.shares import Party
 from moonserve.core.units import LeaseId, RequestId, SegmentId, Tokens
 from moonserve.live.openai.reply import DONE, Choice, Reply, Usage, event
@@ -88,6 +89,8 @@ class CompletionDelta(msgspec.Struct, frozen=True):
     finish_reason: str | None
     stop_reason: int | str | None
     cached_tokens: Tokens
+    times: PrefillTimes | None = None
+    """See Piece."""
 
 
 def parse_packed(raw: bytes, shape: type[_Body]) -> _Body:
@@ -211,7 +214,7 @@ def delta_of(piece: Piece, text: TextStream | None) -> CompletionDelta:
             added = text.end(ids)
         if text.met is not None:
             reason, stop = "stop", text.met
-    return CompletionDelta(added, ids, reason, stop, piece.cached_tokens)
+    return CompletionDelta(added, ids, reason, stop, piece.cached_tokens, piece.times)
 
 
 def hand_over_params(info: InstanceInfo, job: Job, last: CompletionDelta) -> dict[str, Any] | None:
@@ -274,6 +277,8 @@ class Shaper:
         generated = sum(len(delta.token_ids) for delta in deltas)
         self._head.usage = Usage.of(self._prompt_tokens, generated, deltas[-1].cached_tokens)
         self._head.kv_transfer_params = hand_over
+        if deltas[-1].times is not None:
+            self._head.prefill_times = deltas[-1].times
         return self._head
 
     def _fill(self, deltas: Sequence[CompletionDelta]) -> None:
