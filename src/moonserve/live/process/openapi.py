@@ -7,6 +7,7 @@ where it is served. Nothing here serves a request.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterator, Mapping
 from functools import cache
 from types import UnionType
@@ -271,5 +272,5 @@ def _parameters(path: str, operation: RouteText) -> Iterator[dict[str, Any]]:
 
 
 def _name(method: str, path: str) -> str:
-    words = path.replace("{", "").replace("}", "").replace(".", "_").split("/")
-    return "_".join([method.lower(), *filter(None, words)])
+    words = re.findall(r"\w+", path) or ["root"]
+    return "_".join([method.lower(), *words])

@@ -117,7 +117,10 @@ def test_every_route_is_described_and_every_described_route_exists(
             described = {
                 (m.upper(), path) for path, operations in paths.items() for m in operations
             }
-            assert {mounted(*route) for route in described} == it.routes()
+            there = {mounted(*route) for route in described}
+            missing = it.routes() - there
+            assert not missing, f"describe it in live/process/openapi.py, OPERATIONS: {missing}"
+            assert there <= it.routes()
             for method, path in described:
                 reply = await it.call(method, re.sub(r"\{\w+\}", "some", path))
                 assert reply.status != 405, (method, path)
@@ -136,7 +139,8 @@ def test_all_descriptions_are_of_some_process(
         for kind in ("workers", "engines", "conductor", "registry"):
             async with served(kind, monkeypatch) as it:
                 found |= it.routes()
-        assert {mounted(*route) for route in OPERATIONS} == found
+        gone = {mounted(*route) for route in OPERATIONS} - found
+        assert not gone, f"nobody serves it, remove it from OPERATIONS: {gone}"
 
     asyncio.run(body())
 
