@@ -1,10 +1,13 @@
-"""Engine speed: prefill and decode tokens/s in bfloat16 and float32, beside llama.cpp.
+"""Engine speed: prefill and decode in each number type, beside llama.cpp.
 
-    python bench/engine.py [--quick] [--model REF] [--threads N] [--chunk N]
+    python bench/engine.py [--quick] [--avx2] [--model REF] [--types A,B] [--threads N] [--chunk N]
 
-One model file for all; contestants take turns within each round, and medians over the rounds are
-printed with their ratio to llama.cpp's. llama.cpp (the `xllamacpp` wheel, if installed) runs in a
-child process, so that neither's OpenMP settings touch the other. Nothing else should run beside.
+One model file for all; contestants take turns within each round. Each case is printed when it is
+done: medians over its rounds of tokens/s, of CPU milliseconds per token, and their ratios to
+llama.cpp's. CPU time says more than tokens/s if other work runs beside. Progress goes to stderr.
+llama.cpp (the `xllamacpp` wheel, if installed; it uses AVX2) runs in a child process, so that
+neither's OpenMP settings touch the other. --avx2 keeps ours from instructions beyond AVX2. A type
+is a --dtype, and after a colon --kernels: float32:torch is float32 without compiled kernels.
 """
 
 from __future__ import annotations
@@ -15,18 +18,60 @@ import os
 import platform
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from moonserve.core.engine.batch import Pass, PassResult
+    from moonserve.live.engine.torch_engine import TorchEngine
 
 CONTEXT = 128
 """Tokens before the first decode step."""
 
-Measure = Callable[[str, int], float]
-"""("prefill", tokens) or ("decode", batch) to tokens/s."""
+AVX2 = {
+    "ATEN_CPU_CAPABILITY": "avx2",
+    "CFLAGS": "-march=haswell",
+    "MKL_ENABLE_INSTRUCTIONS": "AVX2",
+    "ONEDNN_MAX_CPU_ISA": "AVX2",
+}
+"""The environment that keeps torch, MKL, oneDNN and our kernels from instructions beyond AVX2."""
+
+
+class Speed(NamedTuple):
+    """What one measurement gave."""
+
+    tokens_s: float
+    cpu_ms: float
+    """CPU milliseconds of the whole process per token."""
+
+
+Measure = Callable[[str, int], Speed]
+"""("prefill", tokens) or ("decode", batch) to the speed."""
+
+
+class Clock:
+    """Adds up the wall and the CPU time of the passes that it runs."""
+
+    def __init__(self) -> None:
+        self._elapsed_us = 0
+        self._cpu_s = 0.0
+
+    def run(self, engine: TorchEngine, work: Pass) -> PassResult:
+        """Run a pass and count its time."""
+        begun_s = time.process_time()
+        result = engine.run_now(work)
+        self._cpu_s += time.process_time() - begun_s
+        self._elapsed_us += result.elapsed_us
+        return result
+
+    def speed(self, tokens: int) -> Speed:
+        """Return the speed, if the passes had so many tokens."""
+        return Speed(tokens / self._elapsed_us * 1e6, self._cpu_s / tokens * 1e3)
 
 
 def token(index: int) -> int:
@@ -34,7 +79,7 @@ def token(index: int) -> int:
     return index * 7919 % 40_000 + 100
 
 
-def ours(path: Path, dtype: str, threads: int, chunk: int, steps: int) -> Measure:
+def ours(path: Path, kind: str, threads: int, chunk: int, steps: int) -> Measure:
     """Measure TorchEngine by its own clock: passes only, as a worker runs them."""
     from moonserve.core.engine.batch import Chunk, Pass
     from moonserve.core.request import Sampling
@@ -42,22 +87,28 @@ def ours(path: Path, dtype: str, threads: int, chunk: int, steps: int) -> Measur
     from moonserve.live.engine.torch_engine import TorchEngine
 
     greedy = Sampling(temperature=0.0)
-    engine = TorchEngine.load(path, dtype=dtype, num_blocks=160, threads=threads)  # type: ignore[arg-type]
+    dtype, _, kernels = kind.partition(":")
+    engine = TorchEngine.load(
+        path,
+        dtype=dtype,  # type: ignore[arg-type]
+        kernels=kernels or "auto",  # type: ignore[arg-type]
+        num_blocks=160,
+        threads=threads,
+    )
     size = engine.shape.block_size
     assert engine.shape.max_len >= 4096, "the benchmark needs a context of 4,096 tokens"
 
-    def prefill(tokens: int) -> float:
+    def prefill(tokens: int) -> Speed:
         blocks = tuple(range(-(-tokens // size)))
-        elapsed = 0
+        clock = Clock()
         for start in range(0, tokens, chunk):
             end = min(start + chunk, tokens)
             ids = tuple(map(token, range(start, end)))
             sampling = greedy if end == tokens else None
-            work = Pass((Chunk(RequestId("r"), ids, start, blocks, sampling),))
-            elapsed += engine.run_now(work).elapsed_us
-        return tokens / elapsed * 1e6
+            clock.run(engine, Pass((Chunk(RequestId("r"), ids, start, blocks, sampling),)))
+        return clock.speed(tokens)
 
-    def decode(batch: int) -> float:
+    def decode(batch: int) -> Speed:
         per = -(-(CONTEXT + steps) // size)
         tables = [tuple(range(row * per, (row + 1) * per)) for row in range(batch)]
         names = [RequestId(str(row)) for row in range(batch)]
@@ -65,14 +116,12 @@ def ours(path: Path, dtype: str, threads: int, chunk: int, steps: int) -> Measur
         for name, table in zip(names, tables, strict=True):
             engine.run_now(Pass((Chunk(name, prompt, 0, table),)))
         last = dict.fromkeys(names, 100)
-        elapsed = 0
+        clock = Clock()
         for step in range(steps):
             rows = zip(names, tables, strict=True)
             work = Pass(tuple(Chunk(n, (last[n],), CONTEXT + step, t, greedy) for n, t in rows))
-            result = engine.run_now(work)
-            last = result.sampled
-            elapsed += result.elapsed_us
-        return batch * steps / elapsed * 1e6
+            last = clock.run(engine, work).sampled
+        return clock.speed(batch * steps)
 
     return lambda what, size: prefill(size) if what == "prefill" else decode(size)
 
@@ -93,15 +142,15 @@ class Peer:
             env=clean,
         )
 
-    def __call__(self, what: str, size: int) -> float:
-        """Measure one case; the child answers with tokens/s."""
+    def __call__(self, what: str, size: int) -> Speed:
+        """Measure one case; the child answers with its speed."""
         assert self.child.stdin is not None
         assert self.child.stdout is not None
         self.child.stdin.write(json.dumps([what, size]) + "\n")
         self.child.stdin.flush()
         for line in self.child.stdout:
-            if line.startswith("tokens/s "):
-                return float(line.split()[1])
+            if line.startswith("speed "):
+                return Speed(*map(float, line.split()[1:]))
         raise SystemExit("the llama.cpp child ended; run it alone with --serve-peer to see why")
 
     def close(self) -> None:
@@ -129,28 +178,33 @@ def serve_peer(path: Path, threads: int, steps: int) -> None:
         timings: dict[str, Any] = reply["timings"]
         return timings
 
-    def decode(batch: int) -> float:
+    def decode(batch: int) -> Speed:
         prompts = [[row + 5, *map(token, range(CONTEXT - 1))] for row in range(batch)]
         for row, prompt in enumerate(prompts):  # prefill each slot, so that only decode is left
             complete(prompt, 1, row, True)
+        begun_s = time.process_time()
         with ThreadPoolExecutor(batch) as pool:
             asked = [
                 pool.submit(complete, prompt, steps, row, True)
                 for row, prompt in enumerate(prompts)
             ]
             times = [future.result() for future in asked]
+        cpu_s = time.process_time() - begun_s
         assert all(t["cache_n"] == CONTEXT - 1 for t in times), "a slot lost its prompt's KV"
         made = sum(int(t["predicted_n"]) for t in times)
-        return made / max(float(t["predicted_ms"]) for t in times) * 1e3
+        elapsed_ms = max(float(t["predicted_ms"]) for t in times)
+        return Speed(made / elapsed_ms * 1e3, cpu_s / made * 1e3)
+
+    def prefill(tokens: int) -> Speed:
+        begun_s = time.process_time()
+        timings = complete([token(i) for i in range(tokens)], 1, 0, False)
+        cpu_s = time.process_time() - begun_s
+        return Speed(timings["prompt_n"] / timings["prompt_ms"] * 1e3, cpu_s / tokens * 1e3)
 
     for line in sys.stdin:
         what, size = json.loads(line)
-        if what == "prefill":
-            timings = complete([token(i) for i in range(size)], 1, 0, False)
-            speed = timings["prompt_n"] / timings["prompt_ms"] * 1e3
-        else:
-            speed = decode(size)
-        print(f"tokens/s {speed}", flush=True)
+        speed = prefill(size) if what == "prefill" else decode(size)
+        print("speed", *speed, flush=True)
 
 
 def machine() -> str:
@@ -169,6 +223,8 @@ def machine() -> str:
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--model", default="smollm2-135m-instruct")
+    parser.add_argument("--types", default="bfloat16,float32,float32:torch")
+    parser.add_argument("--avx2", action="store_true", help="torch without AVX512 and AMX")
     parser.add_argument("--quick", action="store_true", help="one round, smaller cases")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--chunk", type=int, default=1024, help="prompt tokens a pass")
@@ -178,47 +234,69 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
+def contestants(path: Path, args: argparse.Namespace) -> tuple[dict[str, Measure], Peer | None]:
+    """Load an engine for each number type, and start llama.cpp if it is there."""
+    runners: dict[str, Measure] = {}
+    for kind in args.types.split(","):
+        report(f"loading {kind}")
+        runners[kind] = ours(path, kind, args.threads, args.chunk, args.steps)
+    if find_spec("xllamacpp") is None:
+        report("xllamacpp is not installed: no llama.cpp column (pip install xllamacpp)")
+        return runners, None
+    if path.suffix != ".gguf":
+        report("llama.cpp reads no safetensors: no llama.cpp column (give a .gguf)")
+        return runners, None
+    peer = runners["llama.cpp"] = Peer(path, args.threads, args.steps)
+    return runners, peer
+
+
+def line(label: str, speeds: dict[str, list[Speed]]) -> str:
+    """The medians of one case, and their ratios to llama.cpp's."""
+    medians = {
+        name: Speed(median(s.tokens_s for s in those), median(s.cpu_ms for s in those))
+        for name, those in speeds.items()
+    }
+    peer = medians.get("llama.cpp")
+    parts = []
+    for name, speed in medians.items():
+        faster = f" ({speed.tokens_s / peer.tokens_s:.2f}x)" if peer else ""
+        costs = f" ({speed.cpu_ms / peer.cpu_ms:.2f}x)" if peer else ""
+        parts.append(f"{name} {speed.tokens_s:.1f}/s{faster} {speed.cpu_ms:.2f} ms CPU{costs}")
+    return f"{label:20} " + "   ".join(parts)
+
+
+def report(progress: str) -> None:
+    print(progress, file=sys.stderr, flush=True)
+
+
 def main() -> None:
     args = arguments()
+    if args.avx2 and not AVX2.items() <= os.environ.items():  # libraries read it at their start
+        os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | AVX2)
     from moonserve.live.model.catalog import resolve
 
     path = resolve(args.model).path
     if args.serve_peer:
         serve_peer(path, args.threads, args.steps)
         return
-    runners: dict[str, Measure] = {
-        dtype: ours(path, dtype, args.threads, args.chunk, args.steps)
-        for dtype in ("bfloat16", "float32")
-    }
-    peer = None
-    if find_spec("xllamacpp") is None:
-        print("xllamacpp is not installed: no llama.cpp column (pip install xllamacpp)")
-    elif path.suffix != ".gguf":
-        print("llama.cpp reads no safetensors: no llama.cpp column (give a .gguf)")
-    else:
-        peer = runners["llama.cpp"] = Peer(path, args.threads, args.steps)
+    limit = "AVX2 at most" if args.avx2 else "all instructions"
+    print(f"{path.name}, {args.threads} threads, chunks of {args.chunk}, {limit}; {machine()}")
+    runners, peer = contestants(path, args)
     cases = [("prefill", 512), ("decode", 1), ("decode", 4)]
     if not args.quick:
         more = [("prefill", 2048), ("prefill", 4096), ("decode", 16)]
         cases = sorted(cases + more, key=lambda case: (case[0] != "prefill", case[1]))
-    print(f"{path.name}, {args.threads} threads, chunks of {args.chunk}; {machine()}")
-    speeds: dict[tuple[str, tuple[str, int]], list[float]] = {}
-    for _ in range(args.rounds or (1 if args.quick else 3)):
-        for what, size in cases:
+    rounds = args.rounds or (1 if args.quick else 3)
+    for what, size in cases:
+        label = f"{what} {size} tokens" if what == "prefill" else f"{what} batch {size}"
+        speeds: dict[str, list[Speed]] = {}
+        for number in range(rounds):
             for name, measure in runners.items():
-                speeds.setdefault((name, (what, size)), []).append(measure(what, size))
+                report(f"{label}, round {number + 1} of {rounds}: {name}")
+                speeds.setdefault(name, []).append(measure(what, size))
+        print(line(label, speeds), flush=True)
     if peer is not None:
         peer.close()
-    for what, size in cases:
-        parts = []
-        for name in runners:
-            speed = median(speeds[name, (what, size)])
-            ratio = ""
-            if peer is not None and name != "llama.cpp":
-                ratio = f" ({speed / median(speeds['llama.cpp', (what, size)]):.2f}x)"
-            parts.append(f"{name} {speed:8.1f}{ratio}")
-        label = f"{size} tokens" if what == "prefill" else f"batch {size}"
-        print(f"{what:8} {label:12} tokens/s: " + "   ".join(parts))
 
 
 if __name__ == "__main__":

@@ -146,6 +146,15 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             "float32, bfloat16, or auto, which takes bfloat16 if the CPU can multiply it",
         ),
     ] = "auto"
+    kernels: Annotated[
+        Literal["auto", "native", "torch"],
+        _flag(
+            "up worker",
+            "WHICH",
+            "what multiplies 4-bit and 8-bit weights in float32: native, compiled here by the C"
+            " compiler; torch; or auto, which takes native if there is a compiler",
+        ),
+    ] = "auto"
     block_size: Annotated[
         Tokens, msgspec.Meta(ge=1, le=1024), _flag("up worker", "TOKENS", "tokens in one KV block")
     ] = 32

@@ -12,8 +12,8 @@ torch = pytest.importorskip("torch")
 from moonserve.live.engine.matrix import FEW_ROWS, Matrix, pack  # noqa: E402
 from moonserve.live.engine.weights import GgufSource  # noqa: E402
 from moonserve.live.model.config import config_of_gguf  # noqa: E402
-from moonserve.live.model.gguf import open_gguf  # noqa: E402
-from tests.support.tiny import DIM, HEADS, HIDDEN, tiny_metadata, write_gguf  # noqa: E402
+from moonserve.live.model.gguf import Quants, open_gguf  # noqa: E402
+from tests.support.tiny import DIM, HEADS, HIDDEN, quantise, tiny_metadata, write_gguf  # noqa: E402
 
 ROWS = HEADS * DIM
 NAMES = ("q_proj", "o_proj")
@@ -33,6 +33,20 @@ def source(request: pytest.FixtureRequest, tmp_path: Path) -> GgufSource:
         tensors[f"blk.0.{name}.weight"] = (request.param, (ROWS, HIDDEN), b"".join(blocks))
     file = open_gguf(write_gguf(tmp_path / "m.gguf", tiny_metadata(), tensors))
     return GgufSource(file, config_of_gguf(file))
+
+
+def test_quants_of_8_bits_are_the_tensor(tmp_path: Path) -> None:
+    """Q8_0's signed codes, shifted to 0..255, give exactly the decoded matrix."""
+    values = np.random.default_rng(2).standard_normal((ROWS, HIDDEN)).astype(np.float32)
+    tensors = {"blk.0.attn_output.weight": ("Q8_0", (ROWS, HIDDEN), quantise(values, "Q8_0"))}
+    file = open_gguf(write_gguf(tmp_path / "m.gguf", tiny_metadata(), tensors))
+    quants = file.quants("blk.0.attn_output.weight")
+    assert quants is not None
+    assert quants.bits == 8
+    groups = quants.codes.reshape(ROWS, -1, 32).astype(np.float32)
+    decoded = (groups * quants.scale[..., None] + quants.least[..., None]).reshape(ROWS, HIDDEN)
+    np.testing.assert_allclose(decoded, file.load("blk.0.attn_output.weight"), atol=1e-5)
+    np.testing.assert_allclose(decoded, values, atol=0.03)
 
 
 def test_quants_are_the_tensor(source: GgufSource) -> None:
@@ -73,3 +87,6 @@ def test_float32_and_mixed_files_stay_dense(source: GgufSource) -> None:
     quants = source.quants("model.layers.0.self_attn.q_proj.weight")
     assert pack([quants], torch.float32) is None
     assert pack([quants, None], torch.bfloat16) is None
+    assert quants is not None
+    eight = Quants(quants.codes, quants.scale, quants.least, 8)
+    assert pack([quants, eight], torch.bfloat16) is None

@@ -114,11 +114,30 @@ def tiny_metadata() -> dict[str, object]:
     }
 
 
-def write_gguf_model(path: Path, *, tied: bool = True) -> Path:
-    """Save the tiny llama as llama.cpp's converter does: each head's two halves interleaved."""
+def quantise(values: Array, kind: str) -> bytes:
+    """A matrix as GGUF's Q4_1 or Q8_0; other kinds are float32."""
+    if kind not in ("Q4_1", "Q8_0"):
+        return values.tobytes()
+    groups = values.reshape(-1, 32)
+    if kind == "Q8_0":
+        scale = np.abs(groups).max(1, keepdims=True) / 127
+        codes = np.rint(groups / scale).astype(np.int8)
+        return np.hstack([scale.astype("<f2").view(np.int8), codes]).tobytes()
+    least = groups.min(1, keepdims=True)
+    scale = (groups.max(1, keepdims=True) - least) / 15
+    codes = np.rint((groups - least) / scale).astype(np.uint8)
+    pair = np.hstack([scale, least]).astype("<f2").view(np.uint8)
+    return np.hstack([pair, codes[:, :16] | codes[:, 16:] << 4]).tobytes()
+
+
+def write_gguf_model(path: Path, *, tied: bool = True, kind: str = "F32") -> Path:
+    """Save the tiny llama as llama.cpp's converter does: each head's two halves interleaved.
+
+    kind: of the layers' matrices.
+    """
     tensors = {}
     for name, values in tiny_tensors(tied=tied).items():
-        stem, kind = name.rsplit(".", 1)
+        stem, part = name.rsplit(".", 1)
         prefix = ""
         if stem.startswith("model.layers."):
             _, _, layer, stem = stem.split(".", 3)
@@ -126,7 +145,9 @@ def write_gguf_model(path: Path, *, tied: bool = True) -> Path:
         if stem.endswith(("q_proj", "k_proj")):
             halves = values.reshape(-1, 2, DIM // 2, HIDDEN)
             values = halves.transpose(0, 2, 1, 3).reshape(values.shape)
-        tensors[f"{prefix}{_GGUF_NAMES[stem]}.{kind}"] = ("F32", values.shape, values.tobytes())
+        stored = kind if prefix and values.ndim == 2 else "F32"
+        raw = quantise(values, stored)
+        tensors[f"{prefix}{_GGUF_NAMES[stem]}.{part}"] = (stored, values.shape, raw)
     return write_gguf(path, tiny_metadata(), tensors)
 
 

@@ -95,7 +95,11 @@ def _cpu() -> Iterator[Finding]:
     have = [name for name in ("amx_bf16", "avx512_bf16", "avx512f", "avx2") if name in flags]
     quick = have[:1] in (["amx_bf16"], ["avx512_bf16"])
     detail = f"{' '.join(have) or 'no wide vectors'}; {'bfloat16' if quick else 'float32'} fits"
-    yield Finding("cpu", "ok", detail)
+    if quick or shutil.which(os.environ.get("CC", "cc")) is not None:
+        yield Finding("cpu", "ok", detail)
+        return
+    remedy = "install a C compiler, such as gcc: the engine compiles its decode with it"
+    yield Finding("cpu", "warn", f"{detail}, and there is no C compiler: decode is slow", remedy)
 
 
 def _lines(name: str) -> list[str]:

@@ -96,6 +96,19 @@ class Layout:
         return torch.from_numpy(rows * self.block_size + offsets.reshape(1, -1, 1))
 
 
+@dataclass(frozen=True, slots=True)
+class Singles:
+    """A pass of one token of each request, for live/engine/decode."""
+
+    ids: Tensor
+    positions: Tensor
+    blocks: Tensor
+    """[rows, blocks of the longest]; a shorter row is padded with block 0."""
+    sampling: tuple[Chunk, ...]
+    """The chunks that sample, in the order of `sample_rows`."""
+    sample_rows: Tensor
+
+
 def layout_name(config: ModelConfig, dtype: torch.dtype) -> str:
     """Return the name of the blocks' layout: two engines with one name can exchange KV bytes."""
     kind = str(dtype).removeprefix("torch.")
@@ -129,6 +142,19 @@ def build_inputs(chunks: Sequence[Chunk], layout: Layout) -> Inputs:
         slots=layout.token_rows(blocks, positions % layout.block_size),
         spans=tuple(built_spans),
         groups=tuple(groups),
+        sampling=tuple(chunk for chunk, _ in sampling),
+        sample_rows=torch.tensor([row for _, row in sampling], dtype=torch.int64),
+    )
+
+
+def build_singles(chunks: Sequence[Chunk], layout: Layout) -> Singles:
+    """Arrange a pass whose chunks have one token each; it asserts what build_inputs asserts."""
+    positions, _ = _places(chunks, layout)
+    sampling = [(chunk, row) for row, chunk in enumerate(chunks) if chunk.sampling is not None]
+    return Singles(
+        ids=torch.tensor([chunk.tokens[0] for chunk in chunks]),
+        positions=torch.from_numpy(positions),
+        blocks=torch.from_numpy(_padded([_table(chunk, layout) for chunk in chunks])),
         sampling=tuple(chunk for chunk, _ in sampling),
         sample_rows=torch.tensor([row for _, row in sampling], dtype=torch.int64),
     )
@@ -179,12 +205,16 @@ def _spans(chunk: Chunk, last: int, layout: Layout) -> Iterator[Span]:
         yield Span(first + begin, first + begin + rows, context, gather, mask)
 
 
-def _group(chunks: Sequence[Chunk], first: int, layout: Layout) -> SingleGroup:
-    tables = [_table(chunk, layout) for chunk in chunks]
-    width = max(len(table) for table in tables)
-    padded = np.zeros((len(chunks), width), dtype=np.int64)  # block 0 as padding: it is masked
+def _padded(tables: Sequence[Ints]) -> Ints:
+    """Return the tables as rows of one array, padded with block 0, which is never read."""
+    padded = np.zeros((len(tables), max(map(len, tables))), dtype=np.int64)
     for row, table in zip(padded, tables, strict=True):
         row[: len(table)] = table
+    return padded
+
+
+def _group(chunks: Sequence[Chunk], first: int, layout: Layout) -> SingleGroup:
+    padded = _padded([_table(chunk, layout) for chunk in chunks])
     lengths = torch.tensor([chunk.start + 1 for chunk in chunks])
     context = int(lengths.max())
     mask = None

@@ -1,9 +1,10 @@
 """A linear layer's matrix: dense, and also in 4 bits if the file has it, for small batches.
 
-live/engine/weights and model use it. A decode step with few requests reads every weight once, so
-memory bounds its speed, and 4 bits are a quarter to read. Measured: 8 ms instead of 30 ms for the
-layers of SmolLM2-135M on one core with one row. Arithmetic bounds long passes, so they use the
-dense form. Both forms have the file's quantised values, rounded in the same way to bfloat16.
+live/engine/weights and model use it; float32 engines with compiled kernels have Tiles instead. A
+decode step with few requests reads every weight once, so memory bounds its speed, and 4 bits are a
+quarter to read. Measured: 8 ms instead of 30 ms for the layers of SmolLM2-135M on one core with one
+row. Arithmetic bounds long passes, so they use the dense form. Both forms have the file's quantised
+values, rounded in the same way to bfloat16.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ def pack(parts: Sequence[Quants | None], dtype: torch.dtype) -> Packed | None:
     That is so if a part is not in 4 bits, if torch lacks the kernel, and for float32 engines, whose
     results must be exact.
     """
-    stored = [part for part in parts if part is not None]
+    stored = [part for part in parts if part is not None and part.bits == 4]
     kernel = hasattr(torch.ops.aten, "_weight_int4pack_mm_for_cpu")
     if dtype != torch.bfloat16 or len(stored) < len(parts) or not kernel:
         return None

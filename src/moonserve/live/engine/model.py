@@ -14,7 +14,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import rms_norm, scaled_dot_product_attention, silu
 
-from moonserve.live.engine.inputs import Inputs, Layout, SingleGroup, Span
+from moonserve.live.engine.decode import decoder
+from moonserve.live.engine.inputs import Inputs, Layout, SingleGroup, Singles, Span
+from moonserve.live.engine.kernels import Kernels
 from moonserve.live.engine.weights import Layer, Weights
 from moonserve.live.model.config import ModelConfig
 
@@ -25,7 +27,13 @@ class Model:
     The pool starts as zeros and must stay finite, because masked slots are multiplied by 0.
     """
 
-    def __init__(self, config: ModelConfig, weights: Weights, layout: Layout) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: Weights,
+        layout: Layout,
+        kernels: Kernels | None = None,
+    ) -> None:
         self.config = config
         self.weights = weights
         self.layout = layout
@@ -38,6 +46,9 @@ class Model:
         self._cos = angles.cos().repeat(1, 2).to(layout.dtype)
         sin = angles.sin()
         self._sin = torch.cat((-sin, sin), -1).to(layout.dtype)
+        tables = (self._cos, self._sin, self.pool)
+        self.decoder = decoder(kernels, config, layout, weights.layers, tables)
+        """For passes of single tokens; None: `forward` runs them."""
 
     def forward(self, inputs: Inputs, reached: Callable[[int], None] | None = None) -> Tensor:
         """Run a pass: write its keys and values; return logits [sample_rows, vocab], float32.
@@ -55,7 +66,18 @@ class Model:
             normed = rms_norm(hidden, width, layer.mlp_norm, eps)
             gate, up = layer.gate_up(normed).chunk(2, -1)
             hidden += layer.down(silu(gate).mul_(up))
-        last = rms_norm(hidden[inputs.sample_rows], width, self.weights.norm, eps)
+        return self._logits(hidden[inputs.sample_rows])
+
+    def decode(self, singles: Singles) -> Tensor:
+        """Run a pass of single tokens by the decoder: what `forward` does, in one call."""
+        assert self.decoder is not None, "without a decoder, call forward"
+        hidden = self.weights.embed[singles.ids]
+        self.decoder.run(hidden, singles)
+        return self._logits(hidden[singles.sample_rows])
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        width = (self.config.hidden,)
+        last = rms_norm(hidden, width, self.weights.norm, self.config.norm_eps)
         return self.weights.lm_head(last).float()
 
     def _attention(

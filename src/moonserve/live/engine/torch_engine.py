@@ -21,7 +21,15 @@ from moonserve.core.engine.batch import Chunk, Pass, PassResult
 from moonserve.core.errors import ConfigError
 from moonserve.core.request import Sampling
 from moonserve.core.units import Bytes, RequestId, Tokens
-from moonserve.live.engine.inputs import Layout, build_inputs, layout_name
+from moonserve.live.engine.inputs import (
+    Inputs,
+    Layout,
+    Singles,
+    build_inputs,
+    build_singles,
+    layout_name,
+)
+from moonserve.live.engine.kernels import FEW_ROWS, KernelChoice, Kernels
 from moonserve.live.engine.model import Model
 from moonserve.live.engine.sampler import sample
 from moonserve.live.engine.weights import load_weights
@@ -61,12 +69,26 @@ def _pick_dtype(dtype: DType, progress: Callable[[str], None]) -> torch.dtype:
     return torch.bfloat16
 
 
+def _pick_kernels(
+    choice: KernelChoice, dtype: torch.dtype, threads: int, progress: Callable[[str], None]
+) -> Kernels | None:
+    if choice == "native" and dtype != torch.float32:
+        raise ConfigError("native computes in float32; use --dtype float32, or auto", "kernels")
+    if choice == "torch" or dtype != torch.float32:
+        return None
+    try:
+        return Kernels.load(threads)
+    except ConfigError as error:
+        if choice == "native":
+            raise
+        progress(f"decode will be slow: {error}")
+        return None
+
+
 class TorchEngine:
     """One model and its block pool. `load` makes it; the caller closes it."""
 
-    def __init__(
-        self, config: ModelConfig, model: Model, shape: EngineShape, threads: int | None
-    ) -> None:
+    def __init__(self, config: ModelConfig, model: Model, shape: EngineShape, threads: int) -> None:
         self.config = config
         self._model = model
         self.shape = shape
@@ -76,7 +98,7 @@ class TorchEngine:
             1,
             thread_name_prefix="engine",
             initializer=torch.set_num_threads,
-            initargs=(threads or len(os.sched_getaffinity(0)),),
+            initargs=(threads,),
         )
 
     @classmethod
@@ -89,15 +111,20 @@ class TorchEngine:
         num_blocks: int | None = None,
         kv_memory_bytes: Bytes | None = None,
         threads: int | None = None,
+        kernels: KernelChoice = "auto",
         progress: Callable[[str], None] = lambda line: None,
     ) -> TorchEngine:
         """Load a GGUF file or a safetensors folder; a small model takes seconds.
 
         The pool has num_blocks blocks, or as many as fit into kv_memory_bytes (default: 1 GiB).
-        threads: None for every CPU that this process may use. progress receives lines for the user.
+        threads: None for every CPU that this process may use. kernels: compiled ones for quantised
+        weights in float32, if this machine has a C compiler ("auto"), in any case ("native"), or
+        never ("torch"). progress receives lines for the user.
         """
         kind = _pick_dtype(dtype, progress)
-        config, weights = load_weights(path, kind, progress)
+        threads = threads or len(os.sched_getaffinity(0))
+        compiled = _pick_kernels(kernels, kind, threads, progress)
+        config, weights = load_weights(path, kind, progress, compiled)
         if block_size <= 0:
             raise ConfigError(f"must be larger than 0, not {block_size}; use 32", "block_size")
         per_token = 2 * config.layers * config.kv_heads * config.head_dim * kind.itemsize
@@ -122,7 +149,7 @@ class TorchEngine:
             eos_token_ids=config.eos_token_ids,
             layers=config.layers,
         )
-        return cls(config, Model(config, weights, layout), shape, threads)
+        return cls(config, Model(config, weights, layout, compiled), shape, threads)
 
     async def run(self, work: Pass, layers: Layers | None = None) -> PassResult:
         """Run one pass on the engine's thread. See ports.Engine."""
@@ -142,8 +169,13 @@ class TorchEngine:
     def _run(self, work: Pass, reached: Callable[[int], None] | None = None) -> PassResult:
         begun_ns = time.perf_counter_ns()
         with torch.inference_mode():
-            inputs = build_inputs(work.chunks, self._model.layout)
-            logits = self._model.forward(inputs, reached)
+            inputs: Inputs | Singles
+            if self._decodes(work) and reached is None:
+                inputs = build_singles(work.chunks, self._model.layout)
+                logits = self._model.decode(inputs)
+            else:
+                inputs = build_inputs(work.chunks, self._model.layout)
+                logits = self._model.forward(inputs, reached)
             wanted = [
                 (chunk.sampling, chunk.start + len(chunk.tokens))
                 for chunk in inputs.sampling
@@ -154,6 +186,12 @@ class TorchEngine:
             chunk.request: token for chunk, token in zip(inputs.sampling, tokens, strict=True)
         }
         return PassResult(sampled, (time.perf_counter_ns() - begun_ns) // 1000)
+
+    def _decodes(self, work: Pass) -> bool:
+        """Return whether the model's decoder runs this pass."""
+        if self._model.decoder is None or len(work.chunks) > FEW_ROWS:
+            return False
+        return all(len(chunk.tokens) == 1 for chunk in work.chunks)
 
     def block(self, index: int) -> memoryview:
         """Return the writable bytes of one pool block. See ports.Engine."""

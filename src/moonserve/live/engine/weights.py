@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from moonserve.live.engine.kernels import Kernels, Tiles, tile
 from moonserve.live.engine.matrix import Matrix, pack
 from moonserve.live.model.config import ModelConfig, config_of_gguf, load_config, weight_files
 from moonserve.live.model.errors import BadModel
@@ -43,21 +44,21 @@ class Layer:
     """One decoder layer; qkv and gate_up are stacked along their outputs."""
 
     attn_norm: Tensor
-    qkv: Matrix
-    out: Matrix
+    qkv: Matrix | Tiles
+    out: Matrix | Tiles
     mlp_norm: Tensor
-    gate_up: Matrix
-    down: Matrix
+    gate_up: Matrix | Tiles
+    down: Matrix | Tiles
 
 
 @dataclass(frozen=True, slots=True)
 class Weights:
     """All weights in one dtype, and the rotary frequencies [head_dim / 2] in float32."""
 
-    embed: Tensor
+    embed: Tensor | Tiles
     layers: tuple[Layer, ...]
     norm: Tensor
-    lm_head: Matrix
+    lm_head: Matrix | Tiles
     inv_freq: Tensor
 
 
@@ -68,7 +69,7 @@ class TensorSource(Protocol):
         """Return a tensor in its stored dtype (GGUF: float32). Raises ConfigError if missing."""
 
     def quants(self, name: str) -> Quants | None:
-        """Return the 4-bit form of a matrix; None: the source does not store it in 4 bits."""
+        """Return a matrix's quantised form; None: the source does not store it in 4 or 8 bits."""
 
 
 def gguf_name(name: str) -> str:
@@ -110,7 +111,8 @@ class GgufSource:
         raw = self._file.quants(gguf_name(name))
         if raw is None:
             return None
-        return Quants(*(self._rows(name, part) for part in (raw.codes, raw.scale, raw.least)))
+        codes, scale, least = (self._rows(name, it) for it in (raw.codes, raw.scale, raw.least))
+        return Quants(codes, scale, least, raw.bits)
 
 
 class FolderSource:
@@ -137,26 +139,30 @@ class FolderSource:
             raise BadModel(f"cannot read tensor {name} of {self._folder}: {error}") from error
 
     def quants(self, name: str) -> Quants | None:
-        """Return None: this reader knows no 4-bit matrices in folders."""
+        """Return None: this reader knows no quantised matrices in folders."""
         return None
 
 
 def load_weights(
-    path: Path, dtype: torch.dtype, progress: Callable[[str], None]
+    path: Path,
+    dtype: torch.dtype,
+    progress: Callable[[str], None],
+    kernels: Kernels | None = None,
 ) -> tuple[ModelConfig, Weights]:
-    """Read configuration and weights.
+    """Read configuration and weights; with kernels, quantised matrices become Tiles.
 
     Raises ConfigError for missing tensors, and for shapes that do not fit the configuration.
     """
     if path.is_dir():
         config = load_config(path)
-        return config, _fuse(config, FolderSource(path), _inv_freq(config), dtype, progress)
+        folder = FolderSource(path)
+        return config, _fuse(config, folder, _inv_freq(config), dtype, progress, kernels)
     file = open_gguf(path)
     config = config_of_gguf(file)
     inv_freq = _inv_freq(config)
     if "rope_freqs.weight" in file.tensors:  # Llama 3's scaling, as llama.cpp stores it
         inv_freq /= torch.from_numpy(file.load("rope_freqs.weight"))
-    return config, _fuse(config, GgufSource(file, config), inv_freq, dtype, progress)
+    return config, _fuse(config, GgufSource(file, config), inv_freq, dtype, progress, kernels)
 
 
 def _inv_freq(config: ModelConfig) -> Tensor:
@@ -179,6 +185,7 @@ def _fuse(
     inv_freq: Tensor,
     dtype: torch.dtype,
     progress: Callable[[str], None],
+    kernels: Kernels | None,
 ) -> Weights:
     hidden = config.hidden
     inter = config.intermediate
@@ -186,20 +193,39 @@ def _fuse(
     q_rows = config.heads * dim
     kv_rows = config.kv_heads * dim
 
+    def check(name: str, found: tuple[int, ...], wanted: tuple[int, ...]) -> None:
+        if found != wanted:
+            raise BadModel(f"tensor {name} has shape {found}, but the configuration needs {wanted}")
+
     def load(name: str, *shape: int) -> Tensor:
         tensor = source.tensor(name)
-        if tuple(tensor.shape) != shape:
-            found = tuple(tensor.shape)
-            raise BadModel(f"tensor {name} has shape {found}, but the configuration needs {shape}")
+        check(name, tuple(tensor.shape), shape)
         return tensor.to(dtype)
 
-    def matrix(names: Sequence[str], rows: Sequence[int], columns: int, bias: bool) -> Matrix:
+    def tiles(
+        names: Sequence[str], rows: Sequence[int], columns: int, bias: Tensor | None
+    ) -> Tiles | None:
+        if kernels is None:
+            return None
+        parts = [source.quants(f"{name}.weight") for name in names]
+        for name, part, count in zip(names, parts, rows, strict=True):
+            if part is not None:
+                check(f"{name}.weight", part.codes.shape, (count, columns))
+        return tile(kernels, parts, bias)
+
+    def matrix(
+        names: Sequence[str], rows: Sequence[int], columns: int, bias: bool
+    ) -> Matrix | Tiles:
+        biases = [load(f"{n}.bias", r) for n, r in zip(names, rows, strict=True)] if bias else []
+        stacked = torch.cat(biases) if bias else None
+        quantised = tiles(names, rows, columns, stacked)
+        if quantised is not None:
+            return quantised
         dense = torch.cat(
             [load(f"{n}.weight", r, columns) for n, r in zip(names, rows, strict=True)]
         )
-        biases = [load(f"{n}.bias", r) for n, r in zip(names, rows, strict=True)] if bias else []
         parts = [source.quants(f"{name}.weight") for name in names] if not bias else [None]
-        return Matrix(dense, torch.cat(biases) if bias else None, pack(parts, dtype))
+        return Matrix(dense, stacked, pack(parts, dtype))
 
     layers: list[Layer] = []
     for index in range(config.layers):
@@ -218,12 +244,18 @@ def _fuse(
                 down=matrix([at + "mlp.down_proj"], [hidden], inter, False),
             )
         )
-    embed = load("model.embed_tokens.weight", config.vocab_size, hidden)
-    tied = config.tie_embeddings
+    vocabulary = config.vocab_size
+    name = "model.embed_tokens"
+    embed = tiles([name], [vocabulary], hidden, None) or load(f"{name}.weight", vocabulary, hidden)
+    head: Matrix | Tiles
+    if not config.tie_embeddings:
+        head = matrix(["lm_head"], [vocabulary], hidden, False)
+    else:
+        head = embed if isinstance(embed, Tiles) else Matrix(embed)
     return Weights(
         embed=embed,
         layers=tuple(layers),
         norm=load("model.norm.weight", hidden),
-        lm_head=Matrix(embed if tied else load("lm_head.weight", config.vocab_size, hidden)),
+        lm_head=head,
         inv_freq=inv_freq,
     )

@@ -13,6 +13,7 @@ import struct
 from collections.abc import Callable
 from math import prod
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 import numpy as np
@@ -106,14 +107,15 @@ _OTHER = {6: "Q5_0", 7: "Q5_1", 10: "Q2_K", 11: "Q3_K", 12: "Q4_K", 13: "Q5_K", 
 
 
 class Quants(msgspec.Struct, frozen=True):
-    """A 4-bit matrix: weight[i, j] = codes[i, j] * scale[i, j // 32] + least[i, j // 32].
+    """A quantised matrix: weight[i, j] = codes[i, j] * scale[i, j // 32] + least[i, j // 32].
 
-    codes: 0..15 as uint8 [rows, columns]. scale and least: float32 [rows, columns / 32].
+    codes: of 4 or 8 bits, as uint8 [rows, columns]. scale and least: float32 [rows, columns / 32].
     """
 
     codes: Bytes1
     scale: Floats
     least: Floats
+    bits: Literal[4, 8]
 
 
 class _Cursor:
@@ -191,18 +193,22 @@ class Gguf(msgspec.Struct, frozen=True, eq=False):
         return np.array(values, np.float32, copy=quant.weights == 1).reshape(info.shape)
 
     def quants(self, name: str) -> Quants | None:
-        """Return a Q4_0 or Q4_1 matrix as it is stored, for 4-bit kernels; None: another type."""
-        info = self.tensors[name]
-        if info.type not in ("Q4_0", "Q4_1"):
+        """Return a Q4_0, Q4_1 or Q8_0 matrix as it is stored; None: it is missing or not one."""
+        info = self.tensors.get(name)
+        if info is None or info.type not in ("Q4_0", "Q4_1", "Q8_0") or len(info.shape) != 2:
             return None
         raw = np.frombuffer(self.buffer, np.uint8, info.size, info.offset)
         raw = raw.reshape(-1, _BY_NAME[info.type].size)
         scale = _half(raw[:, :2])
+        groups = (info.shape[0], -1)
+        if info.type == "Q8_0":
+            codes = (raw[:, 2:] ^ np.uint8(128)).reshape(info.shape)  # from -128..127 to 0..255
+            least = scale * np.float32(-128)
+            return Quants(codes, scale.reshape(groups), least.reshape(groups), 8)
         least = scale * np.float32(-8) if info.type == "Q4_0" else _half(raw[:, 2:4])
         nibbles = raw[:, -16:]
         codes = np.concatenate([nibbles & 15, nibbles >> 4], axis=1).reshape(info.shape)
-        groups = (info.shape[0], -1)
-        return Quants(codes, scale.reshape(groups), least.reshape(groups))
+        return Quants(codes, scale.reshape(groups), least.reshape(groups), 4)
 
 
 def open_gguf(path: Path) -> Gguf:

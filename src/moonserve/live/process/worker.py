@@ -412,6 +412,7 @@ def load_model(config: WorkerConfig, say: Say) -> Loaded:
         num_blocks=config.kv_blocks,
         kv_memory_bytes=config.kv_memory_bytes,
         threads=threads,
+        kernels=config.kernels,
         progress=say,
     )
     return Loaded(engine, tokenizer, found.name)

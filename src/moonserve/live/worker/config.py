@@ -24,6 +24,8 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     pass_us: tuple[float, ...] | None = None
     """How long the fake engine's passes take, see Cost.pass_us; None: almost no time."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    kernels: Literal["auto", "native", "torch"] = "auto"
+    """Whether quantised weights are multiplied by compiled kernels in float32."""
     host: str = "127.0.0.1"
     port: int = 0
     """0 takes any free port."""
