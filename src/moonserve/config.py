@@ -181,7 +181,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         _flag(
             "up worker segment", "SIZE", "memory that each worker or segment gives to the KV store"
         ),
-    ] = 512 << 20
+    ] = 256 << 20
     disk_bytes: Annotated[
         _SizeOrNone,
         _flag(
@@ -273,7 +273,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     kv_memory_bytes: Annotated[
         _Size,
         _flag("up worker", "SIZE", "memory of each torch worker for the KV of running requests"),
-    ] = 1 << 30
+    ] = 384 << 20
     decode_kv: Annotated[
         Literal["off", "end"] | Annotated[int, msgspec.Meta(ge=1)],
         _flag(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import random
 from collections.abc import Sequence
 from pathlib import Path
@@ -274,6 +275,18 @@ def test_damaged_kv_is_an_engine_failure(folder: Path) -> None:
     engine.block(2)[:] = b"\xff" * engine.shape.block_bytes
     with pytest.raises(EngineFailed, match="not finite"):
         compute(engine, [*PROMPT, 1], 100, 1, table(0, 101))
+
+
+def test_the_pool_takes_memory_as_it_fills(folder: Path) -> None:
+    """A pool of 512 MiB that holds nothing takes no memory; its blocks are zeros."""
+
+    def resident_bytes() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    before = resident_bytes()
+    engine = TorchEngine.load(folder, dtype="float32", kv_memory_bytes=512 << 20, threads=1)
+    assert resident_bytes() - before < 256 << 20
+    assert not any(engine.block(engine.shape.num_blocks - 1))
 
 
 def test_bad_memory_requests(folder: Path) -> None:

@@ -8,7 +8,9 @@ inside it, one over the prefilling requests and one over the groups of decoding 
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Callable
+from math import prod
 
 import torch
 from torch import Tensor
@@ -39,7 +41,7 @@ class Model:
         self.layout = layout
         kv = (config.kv_heads, config.head_dim)
         shape = (layout.num_blocks, config.layers, 2, layout.block_size, *kv)
-        self.pool = torch.zeros(shape, dtype=layout.dtype)
+        self.pool = _zeros(shape, layout.dtype)
         self._tokens = self.pool.view(-1, *kv)
         self._blocks = self.pool.view(layout.num_blocks * config.layers * 2, -1)
         angles = torch.outer(torch.arange(config.max_len).float(), weights.inv_freq)
@@ -142,3 +144,10 @@ class Model:
             values.transpose(1, 2),
             attn_mask=group.mask,
         ).reshape(batch, -1, dim)
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Return zeros that take no memory until they are written; torch.zeros writes them at once."""
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    room = mmap.mmap(-1, prod(shape) * dtype.itemsize, flags=flags)
+    return torch.frombuffer(room, dtype=dtype).view(shape)

@@ -38,7 +38,7 @@ from moonserve.live.ports import EngineShape, Layers
 
 DType = Literal["auto", "float32", "bfloat16"]
 
-DEFAULT_KV_BYTES: Bytes = 1 << 30
+DEFAULT_KV_BYTES: Bytes = 384 << 20
 """The default size of the KV pool. The system provides the memory only as the pool fills."""
 
 
@@ -116,7 +116,7 @@ class TorchEngine:
     ) -> TorchEngine:
         """Load a GGUF file or a safetensors folder; a small model takes seconds.
 
-        The pool has num_blocks blocks, or as many as fit into kv_memory_bytes (default: 1 GiB).
+        The pool has num_blocks blocks, or as many as fit into kv_memory_bytes (default: 384 MiB).
         threads: None for every CPU that this process may use. kernels: compiled ones for quantised
         weights in float32, if this machine has a C compiler ("auto"), in any case ("native"), or
         never ("torch"). progress receives lines for the user.
