@@ -209,6 +209,16 @@ def test_kernels_are_for_float32(tmp_path: Path) -> None:
 
 
 @needs_compiler
+def test_a_folder_of_others_is_not_trusted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No library is loaded from a folder into which other users can write."""
+    monkeypatch.setenv("MOONSERVE_CACHE", str(tmp_path))
+    (tmp_path / "kernels").mkdir()
+    (tmp_path / "kernels").chmod(0o777)
+    with pytest.raises(ConfigError, match=r"kernels.*others may write.*chmod 700"):
+        Kernels.load(threads=1)
+
+
+@needs_compiler
 def test_a_library_is_compiled_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second engine finds the first one's library; other flags make another one."""
     monkeypatch.setenv("MOONSERVE_CACHE", str(tmp_path))

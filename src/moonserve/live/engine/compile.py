@@ -39,8 +39,9 @@ def library() -> Path:
         known = (_SOURCE.read_text(), *command, version, _cpu())
         digest = sha256("\0".join(known).encode()).hexdigest()[:24]
         path = cache_dir().parent / "kernels" / f"{digest}.so"
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _check_owner(path.parent)
         if not path.exists():
-            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             with tempfile.TemporaryDirectory(dir=path.parent) as folder:
                 made = Path(folder, path.name)
                 _run([*command, str(_SOURCE), "-o", str(made), "-lm"])
@@ -48,6 +49,13 @@ def library() -> Path:
     except OSError as error:
         raise _failed(str(error)) from error
     return path
+
+
+def _check_owner(folder: Path) -> None:
+    """Refuse a folder into which another user could put a library for this one to load."""
+    status = folder.stat()
+    if status.st_uid not in (os.geteuid(), 0) or status.st_mode & 0o022:
+        raise _failed(f"others may write into {folder}; make it yours alone (chmod 700)")
 
 
 def _run(command: list[str]) -> str:
