@@ -79,6 +79,10 @@ def test_two_fronts_serve_and_what_they_say_is_of_both(up: Up) -> None:
         assert counted["moonserve_ttft_seconds_count"] == 304
         assert counted["moonserve_completion_tokens_total"] == 304 * 8
         assert counted["moonserve_good_requests_total"] == 304
+        assert counted['moonserve_ended_requests_total{outcome="in_time"}'] == 304
+        assert counted['moonserve_tenant_completion_tokens_total{tenant="none"}'] == 304 * 8
+        assert counted['moonserve_processes{process="front"}'] == 2
+        assert counted['moonserve_processes{process="conductor"}'] == 1
         assert counted["moonserve_requests_in_flight"] == 0
         assert up.get("/api/stats")["placed"] == 304
     assert counted["moonserve_connections"] >= 1

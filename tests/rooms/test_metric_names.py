@@ -5,8 +5,11 @@ from __future__ import annotations
 import asyncio
 import re
 
+import msgspec
 import pytest
 
+from moonserve.live.control.views import target
+from tests.support.cluster import info
 from tests.support.metric_names import FROZEN, of_all_processes
 
 _ABBREVIATED = {"ms", "us", "sec", "secs", "mb", "gb", "kb", "pct", "percent", "perc"}
@@ -51,6 +54,30 @@ def test_names_keep_the_conventions_of_prometheus() -> None:
     lines = [line for line in FROZEN.read_text().splitlines() if not line.startswith("vllm:")]
     assert len(lines) > 80
     assert not {line: wrong for line in lines if (wrong := complaints(line))}
+
+
+@pytest.mark.parametrize(
+    ("url", "scheme", "where", "page"),
+    [
+        ("http://10.0.0.1:8000", "http", "10.0.0.1:8000", "/metrics"),
+        ("https://user:secret@gpu.example/a/", "https", "gpu.example", "/a/metrics"),
+        ("http://[::1]:9/v", "http", "[::1]:9", "/v/metrics"),
+    ],
+)
+def test_prometheus_discovers_the_page_of_an_instance(
+    url: str, scheme: str, where: str, page: str
+) -> None:
+    """By its URL, also below a path; a password in it is not shown."""
+    made = target(msgspec.structs.replace(info("p0", "prefill"), url=url))
+    assert made == {
+        "targets": [where],
+        "labels": {
+            "__scheme__": scheme,
+            "__metrics_path__": page,
+            "instance_id": "p0",
+            "role": "prefill",
+        },
+    }
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,7 @@ from moonserve.live.control.join import Internal
 from moonserve.live.control.leadership import Leadership
 from moonserve.live.control.loop import ConductorLoop
 from moonserve.live.control.placement_api import PlacementApi
+from moonserve.live.control.usage import UsageSums
 from moonserve.live.control.views import (
     Api,
     Figures,
@@ -137,6 +138,8 @@ class Control(ProcessPart):
         self._health = health
         self._internal = Internal(conductor, [model], lambda: self.leadership.term)
         self._api = Api(conductor, pool)
+        self._usage = UsageSums()
+        conductor.watch_ended(self._usage.ended)
         self._place: InRegistry | None = None
         if registry is not None:
             self._place = place = self._in(registry, settled, takes_fronts)
@@ -156,6 +159,7 @@ class Control(ProcessPart):
             | self._api.routes()
             | self._pool.routes()
             | {("GET", "/health"): self._health_route}
+            | {("GET", "/api/tenants"): self._usage.tenants_route}
             | self._placement.routes()
             | self._indexer.routes()
             | place
@@ -171,6 +175,7 @@ class Control(ProcessPart):
         reads: list[Callable[[], Iterable[Metric]]] = [
             partial(conductor_metrics, loop),
             partial(instance_metrics, loop),
+            self._usage.metrics,
             self._pool.metrics,
             self._indexer.metrics,
             partial(alarm_metrics, self._health.alarms),

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import islice
 from typing import Annotated, Any, TypeAlias, TypeVar
+from urllib.parse import urlsplit
 
 import msgspec
 from prometheus_client.metrics_core import (
@@ -20,6 +21,7 @@ from prometheus_client.metrics_core import (
 from prometheus_client.registry import Collector
 
 from moonserve.core.errors import BadRequest
+from moonserve.core.schedule.facts import InstanceInfo
 from moonserve.core.schedule.hot import SKIPPED
 from moonserve.core.schedule.record import Record
 from moonserve.core.schedule.shown import explained, listed
@@ -83,6 +85,7 @@ class Api:
             ("GET", "/api/instances"): self._instances,
             ("GET", "/api/health"): self._health,
             ("GET", "/api/stats"): self._stats,
+            ("GET", "/api/targets"): self._targets,
             ("GET", DECISIONS_PREFIX.rstrip("/")): self._decisions,
         }
 
@@ -97,6 +100,11 @@ class Api:
 
     async def _health(self, request: HttpRequest) -> Response:
         return json_response({"status": "ok"})
+
+    async def _targets(self, request: HttpRequest) -> Response:
+        """The pages of all instances, as Prometheus discovers targets over HTTP."""
+        infos = [view.info for view in self._conductor.views().values()]
+        return json_response([target(it) for it in {it.url: it for it in infos}.values()])
 
     async def _stats(self, request: HttpRequest) -> Response:
         promised = self._conductor.promised()
@@ -135,6 +143,20 @@ class Api:
         """Milliseconds since 1970 for a time of the Conductor."""
         since_us = time.time_ns() // 1_000 - self._conductor.now_us()
         return lambda us: (since_us + us) // 1_000
+
+
+def target(info: InstanceInfo) -> dict[str, Any]:
+    """Where an instance's metrics are, and the labels that they get."""
+    url = urlsplit(info.url)
+    return {
+        "targets": [url.netloc.rpartition("@")[2]],
+        "labels": {
+            "__scheme__": url.scheme,
+            "__metrics_path__": url.path.rstrip("/") + "/metrics",
+            "instance_id": info.id,
+            "role": info.role,
+        },
+    }
 
 
 def instance_row(view: InstanceView, now_us: Micros) -> dict[str, Any]:

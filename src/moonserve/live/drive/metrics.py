@@ -38,13 +38,19 @@ class Buckets:
         self._sum_s += seconds
 
     def family(self, name: str, text: str) -> HistogramMetricFamily:
-        """The histogram as Prometheus reads it, with cumulative buckets."""
+        """The histogram alone, as Prometheus reads it."""
+        family = HistogramMetricFamily(name, text, labels=())
+        self.add_to(family, ())
+        return family
+
+    def add_to(self, family: HistogramMetricFamily, labels: Sequence[str]) -> None:
+        """Add the histogram to a family, with cumulative buckets."""
         total = 0
         buckets = []
         for bound, count in zip((*map(str, self._bounds_s), "+Inf"), self._counts, strict=True):
             total += count
             buckets.append((bound, float(total)))
-        return HistogramMetricFamily(name, text, buckets=buckets, sum_value=self._sum_s)
+        family.add_metric(labels, buckets=buckets, sum_value=self._sum_s)
 
 
 class RequestMetrics(Collector):

@@ -95,9 +95,21 @@ OPERATIONS: Mapping[Route, RouteText] = {
         "Add or change external engines.", takes=InstanceSpec | list[InstanceSpec]
     ),
     ("DELETE", "/api/instances/{name}"): RouteText("Remove an external engine."),
+    ("GET", "/api/decisions"): RouteText(
+        "The latest requests, newest first.",
+        query={
+            "limit": "most requests, 1 to 1000",
+            "outcome": "only those that ended so, such as refused",
+            "tenant": "only those of this tenant",
+            "instance": "only those that this instance prefilled or decoded, or would have",
+            "late": "true: only those that missed their objectives",
+        },
+    ),
     ("GET", "/api/decisions/{request}"): RouteText(
         "Why a request went where it went, and what came of it.", gives=Explanation
     ),
+    ("GET", "/api/tenants"): RouteText("What each tenant used since this process started."),
+    ("GET", "/api/targets"): RouteText("The metrics pages of all instances, for Prometheus."),
     ("GET", "/api/segments"): RouteText(
         "The store: its segments, one object, or a list of objects.",
         query={
