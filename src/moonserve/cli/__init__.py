@@ -22,6 +22,7 @@ _COMMANDS: dict[str, tuple[str, str]] = {
     "up": ("moonserve.cli.up:up", "Start a whole cluster on this machine."),
     "ask": ("moonserve.cli.ask:ask", "Stream an answer from a running gateway."),
     "explain": ("moonserve.cli.explain:explain", "Show why a request was placed as it was."),
+    "top": ("moonserve.cli.top:top", "Watch a running cluster in the terminal."),
     "doctor": ("moonserve.cli.doctor:doctor", "Check that this machine can run moonserve."),
     "model": ("moonserve.cli.model:model", "Fetch and list models."),
     "trace": (
