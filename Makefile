@@ -2,7 +2,7 @@
 # To contribute:   make check  make test  make fix
 # Everything lives in .venv; a second run of any target is quick.
 
-.PHONY: up model test check fix docs bench paper paper-quick compile uncompile wheel soak test-chaos test-fuzz test-mooncake test-slow test-peer test-vllm lock audit clean help
+.PHONY: up model test check fix docs bench paper paper-quick compile uncompile wheel soak test-chaos test-fuzz test-mooncake test-prometheus test-slow test-peer test-vllm lock audit clean help
 .DEFAULT_GOAL := help
 SHELL := bash
 
@@ -74,6 +74,10 @@ test: $(DEV) model ## the quick suite, real processes and the real model include
 # A process of its own: a fault in the wheel's native code ends these tests only.
 test-mooncake: $(DEV) model ## the same contracts and clusters on the real Mooncake Store
 	$(PY) -m pytest -m "mooncake and not slow" $(ARGS)
+
+# Debian's package has both programs: apt install prometheus.
+test-prometheus: $(DEV) model ## Prometheus scrapes a cluster and answers every query of deploy/
+	$(PY) -m pytest -m prometheus tests/prometheus $(ARGS)
 
 test-slow: $(DEV) model ## what takes minutes
 	$(PY) -m pytest -m slow $(ARGS)

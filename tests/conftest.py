@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+from shutil import which
 
 import pytest
 
@@ -17,6 +18,7 @@ _STATE = tempfile.TemporaryDirectory(prefix="moonserve-tests-")
 os.environ["XDG_STATE_HOME"] = _STATE.name
 os.environ.pop("MOONSERVE_TOKEN", None)
 _NO_MODEL = f"{DEFAULT_MODEL} is not in the model cache; fetch it with: make model"
+_NO_PROMETHEUS = "prometheus and promtool are not installed; on Debian: apt install prometheus"
 
 
 def pytest_configure() -> None:
@@ -41,6 +43,8 @@ def _absent() -> dict[str, str]:
         require()
     except ConfigError as error:
         absent["mooncake"] = str(error)
+    if which("prometheus") is None or which("promtool") is None:
+        absent["prometheus"] = _NO_PROMETHEUS
     return absent
 
 
