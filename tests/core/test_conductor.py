@@ -529,3 +529,18 @@ def test_an_instance_that_does_not_join_is_lost() -> None:
     assert abort.number == prefill.number
     assert fail(second, prefill, late_us + 1) == []  # it waits for an instance to join
     assert second.promised() == Promised(1, 0, 0, 0)
+
+
+def test_members_that_came_and_went_are_noted() -> None:
+    """A join, a new start, an orderly leave and a loss with its reason; read once."""
+    conductor = cluster("p0", "d0")
+    conductor.step(1, [Joined(info("p0", "prefill", epoch=2)), Left(InstanceId("d0"), 1)])
+    conductor.step(2, [Left(InstanceId("p0"), 2, "its host is gone"), Left(InstanceId("x"), 1)])
+    assert [(it.instance, it.what, it.why) for it in conductor.member_changes()] == [
+        ("d0", "join", ""),
+        ("p0", "join", ""),
+        ("p0", "epoch", ""),
+        ("d0", "leave", ""),
+        ("p0", "loss", "its host is gone"),
+    ]
+    assert not conductor.member_changes()

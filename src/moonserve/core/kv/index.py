@@ -22,7 +22,7 @@ What never happens here: a block of a holder that was not reported; an order tha
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from itertools import compress
 from operator import attrgetter
 from typing import TypeAlias
@@ -607,7 +607,7 @@ def parting(
     return low
 
 
-class _PromisedRun(msgspec.Struct):
+class PromisedRun(msgspec.Struct):
     """Blocks that the same promised chains share, up to number `stop` of each chain."""
 
     keys: Sequence[BlockKey]
@@ -615,7 +615,7 @@ class _PromisedRun(msgspec.Struct):
     stop: int
     counts: dict[SegmentId, int]
     """Holder -> how many of the chains it was promised."""
-    after: dict[BlockKey, _PromisedRun]
+    after: dict[BlockKey, PromisedRun]
     """The runs that follow, by their first key."""
 
 
@@ -623,8 +623,12 @@ class PendingPrefixes:
     """Holders and the chains promised to them; keys are chained hashes, as in PrefixIndex."""
 
     def __init__(self) -> None:
-        self._heads: dict[BlockKey, _PromisedRun] = {}
+        self._heads: dict[BlockKey, PromisedRun] = {}
         self._of: dict[RequestId, tuple[SegmentId, Sequence[BlockKey]]] = {}
+
+    def heads(self) -> Iterable[PromisedRun]:
+        """The runs that head the chains."""
+        return self._heads.values()
 
     def promised(self, request: RequestId, holder: SegmentId, keys: Sequence[BlockKey]) -> None:
         """`holder` will have this chain through the prefill of this request."""
@@ -642,10 +646,10 @@ class PendingPrefixes:
         while at < len(keys):
             run = after.get(keys[at])
             if run is None:
-                run = after[keys[at]] = _PromisedRun(keys, len(keys), {}, {})
+                run = after[keys[at]] = PromisedRun(keys, len(keys), {}, {})
             stop = at + parting(run.keys, at, keys, at, run.stop - at)
             if stop < run.stop:
-                rest = _PromisedRun(run.keys, run.stop, run.counts.copy(), run.after)
+                rest = PromisedRun(run.keys, run.stop, run.counts.copy(), run.after)
                 run.stop = stop
                 run.after = {run.keys[stop]: rest}
             run.counts[holder] = run.counts.get(holder, 0) + 1
@@ -654,7 +658,7 @@ class PendingPrefixes:
     def remove(self, holder: SegmentId, keys: Sequence[BlockKey]) -> None:
         """Take back an earlier `add`, whether the promise was kept or not."""
         at, after = 0, self._heads
-        way: list[_PromisedRun] = []
+        way: list[PromisedRun] = []
         while at < len(keys):
             run = after[keys[at]]
             run.counts[holder] -= 1

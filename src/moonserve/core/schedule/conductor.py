@@ -64,7 +64,7 @@ from moonserve.core.schedule.handoff import (
     Wait,
 )
 from moonserve.core.schedule.hot import Hot
-from moonserve.core.schedule.membership import Membership
+from moonserve.core.schedule.membership import RESTARTED, MemberChange, Membership
 from moonserve.core.schedule.objectives import Objectives, Tenants
 from moonserve.core.schedule.policies import policy_of
 from moonserve.core.schedule.policy_state import PolicyState
@@ -279,13 +279,19 @@ class Conductor:
         refusal = admission.unwanted(request, verdict, self.tuning, self.view)
         return refusal or verdict.decision
 
+    def member_changes(self) -> list[MemberChange]:
+        """The instances that came or went since the last call, oldest first; at most 256."""
+        changes = list(self._members.changes)
+        self._members.changes.clear()
+        return changes
+
     # Instances.
 
     def _join(self, info: InstanceInfo, now_us: Micros) -> None:
         if not self._members.joins(info, now_us):
             return
         if info.id in self.view.instances:
-            self._lose(info.id, "it restarted")
+            self._lose(info.id, RESTARTED)
         self._members.add(info, now_us)
         self._promise_at(info.id, now_us)
         self._unpark(now_us)
@@ -293,7 +299,7 @@ class Conductor:
     def _lose(self, instance: InstanceId, why: str | None) -> None:
         """Remove an instance and abort its calls. If `why` is None, it leaves in order: its calls
         go on."""
-        self.view.remove(instance)
+        self._members.remove(instance, why)
         if why is None:
             return
         for life in self._lives.values():

@@ -6,7 +6,11 @@ time comes with ticks.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
+from typing import Literal
+
+import msgspec
 
 from moonserve.core.liveness import Liveness
 from moonserve.core.schedule.cost import Cost
@@ -14,6 +18,20 @@ from moonserve.core.schedule.facts import Beat, InstanceInfo, Left
 from moonserve.core.schedule.tuning import Tuning
 from moonserve.core.schedule.view import ClusterView, InstanceView
 from moonserve.core.units import InstanceId, Micros
+
+RESTARTED = "it restarted"
+"""Why an instance is lost if a new start of it joins."""
+_MOST_CHANGES = 256
+
+
+class MemberChange(msgspec.Struct, frozen=True):
+    """An instance came or went."""
+
+    instance: InstanceId
+    what: Literal["join", "epoch", "leave", "loss"]
+    """epoch: a new start of it came in place of the earlier one. leave: in order."""
+    why: str = ""
+    """Of a loss."""
 
 
 class Membership:
@@ -27,6 +45,8 @@ class Membership:
         self._liveness = Liveness(tuning.dead_after_us, tuning.pause_us)
         self._strangers: dict[InstanceId, None] = {}
         """Instances whose costs are not known yet: they borrow those of their like."""
+        self.changes: deque[MemberChange] = deque(maxlen=_MOST_CHANGES)
+        """The latest ones that nobody has read."""
 
     def joins(self, info: InstanceInfo, now_us: Micros) -> bool:
         """Whether this is a new start of an instance; if not, it counts as a heartbeat."""
@@ -38,7 +58,11 @@ class Membership:
         return False
 
     def add(self, info: InstanceInfo, now_us: Micros) -> None:
-        """Add the instance, in place of an earlier start."""
+        """Add the instance. An earlier start of it was removed before, because of RESTARTED."""
+        if self.changes and self.changes[-1] == MemberChange(info.id, "loss", RESTARTED):
+            self.changes[-1] = MemberChange(info.id, "epoch")
+        else:
+            self.changes.append(MemberChange(info.id, "join"))
         view = InstanceView(info, now_us, self._cost_of(info))
         if not view.cost.known:
             self._strangers[info.id] = None
@@ -46,6 +70,13 @@ class Membership:
             if costs:
                 view.cost.borrow(max(costs, key=lambda cost: cost.samples))
         self._view.add(view)
+
+    def remove(self, instance: InstanceId, why: str | None) -> None:
+        """Remove an instance; unknown ones are no error. why: it is lost; None: it leaves."""
+        if instance in self._view.instances:
+            what: Literal["leave", "loss"] = "leave" if why is None else "loss"
+            self.changes.append(MemberChange(instance, what, why or ""))
+        self._view.remove(instance)
 
     def take(self, beat: Beat, now_us: Micros) -> None:
         """Take in a heartbeat."""

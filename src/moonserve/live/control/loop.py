@@ -33,6 +33,7 @@ from moonserve.core.schedule.conductor import Conductor
 from moonserve.core.schedule.decode_forecast import PredictionErrors
 from moonserve.core.schedule.facts import Arrived, InstanceInfo, SpreadUpTo
 from moonserve.core.schedule.hot import Hot
+from moonserve.core.schedule.membership import MemberChange
 from moonserve.core.schedule.record import Measured, Record
 from moonserve.core.schedule.tuning import Tuning
 from moonserve.core.schedule.view import InstanceView, Promised
@@ -110,6 +111,15 @@ class ConductorLoop:
     def inventory(self, holder: SegmentId) -> list[Held]:
         """The blocks of one segment in the index; see PrefixIndex.inventory."""
         return self.core.index.inventory(holder)
+
+    @property
+    def waiting(self) -> int:
+        """Requests that wait at the Conductor for an instance to be free."""
+        return self.core.waiting
+
+    def member_changes(self) -> list[MemberChange]:
+        """The instances that came or went since the last call; for one caller."""
+        return self.core.member_changes()
 
     def dry_run(self, request: Request, keys: Sequence[BlockKey]) -> Decision | Refuse:
         """What the Conductor would decide for this request now; nothing changes."""

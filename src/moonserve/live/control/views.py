@@ -27,11 +27,10 @@ from moonserve.core.schedule.record import Record
 from moonserve.core.schedule.shown import explained, listed
 from moonserve.core.schedule.view import InstanceView
 from moonserve.core.units import MICROS_PER_SECOND, Micros, RequestId
-from moonserve.invalid import in_words
 from moonserve.live.control.loop import ConductorLoop
 from moonserve.live.drive.lost import without_addresses
 from moonserve.live.health import Health
-from moonserve.live.http.message import HttpRequest, Response, json_response
+from moonserve.live.http.message import HttpRequest, Response, decode_query, json_response
 from moonserve.live.http.server import Handler
 from moonserve.live.store.pool import Pool
 
@@ -130,11 +129,7 @@ class Api:
         return json_response(explained(record, self._clock_ms()))
 
     async def _decisions(self, request: HttpRequest) -> Response:
-        try:
-            asked = msgspec.convert(request.query, DecisionsAsked, strict=False)
-        except msgspec.ValidationError as error:
-            param, what = in_words(error, DecisionsAsked)
-            raise BadRequest(f"{param or 'query'}: {what}", param or None) from None
+        asked = decode_query(request.query, DecisionsAsked)
         rows = islice(filter(asked.wants, self._conductor.account.latest()), asked.limit)
         clock_ms = self._clock_ms()
         return json_response([listed(record, clock_ms) for record in rows])

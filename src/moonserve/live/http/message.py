@@ -164,6 +164,15 @@ def decode_json(data: bytes | msgspec.Raw, shape: type[T]) -> T:
         raise BadRequest(f"request body: {error}", None, "invalid_json") from None
 
 
+def decode_query(query: Mapping[str, str], shape: type[S]) -> S:
+    """The fields of a query string as a struct that forbids others. Raises BadRequest."""
+    try:
+        return msgspec.convert(query, shape, strict=False)
+    except msgspec.ValidationError as error:
+        param, what = in_words(error, shape)
+        raise BadRequest(f"{param or 'query'}: {what}", param or None) from None
+
+
 def decode_open(data: bytes, shape: type[S]) -> S:
     """Decode JSON as a struct that forbids unknown fields, but skip unknown fields.
 

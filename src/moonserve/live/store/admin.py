@@ -44,10 +44,11 @@ def lookup(master: Master, query: Mapping[str, str]) -> dict[str, Any]:
 
 
 def ledgers(master: Master) -> dict[str, Any]:
-    """Return what is stored on each segment, and what is under way."""
+    """Return what is stored on each segment, what is under way, and the quotas of tenants."""
     stats = master.stats()
     segments = [_segment_json(segment) for segment in stats.segments]
-    return msgspec.structs.asdict(stats) | {"segments": segments}
+    more = {"segments": segments, "quotas": master.terms.quotas}
+    return msgspec.structs.asdict(stats) | more
 
 
 def _key(text: str, name: str) -> Key:
