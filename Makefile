@@ -2,7 +2,7 @@
 # To contribute:   make check  make test  make fix
 # Everything lives in .venv; a second run of any target is quick.
 
-.PHONY: up model test check fix docs bench paper paper-quick compile uncompile wheel soak test-chaos test-fuzz test-mooncake test-prometheus test-slow test-peer test-vllm lock audit clean help
+.PHONY: up model test check fix docs bench paper paper-quick compile uncompile wheel soak test-chaos test-fuzz test-mooncake test-page test-prometheus test-slow test-peer test-vllm lock audit clean help
 .DEFAULT_GOAL := help
 SHELL := bash
 
@@ -78,6 +78,16 @@ test-mooncake: $(DEV) model ## the same contracts and clusters on the real Moonc
 # Debian's package has both programs: apt install prometheus.
 test-prometheus: $(DEV) model ## Prometheus scrapes a cluster and answers every query of deploy/
 	$(PY) -m pytest -m prometheus tests/prometheus $(ARGS)
+
+# Debian's packages: chromium nodejs npm. Without them the tests are skipped, and counted.
+PAGE := tests/page/node_modules/.package-lock.json
+
+$(PAGE): tests/page/package-lock.json
+	@command -v npm >/dev/null || { echo "npm is not installed; on Debian: apt install nodejs npm" >&2; exit 0; }; \
+	  npm ci --prefix tests/page --no-audit --no-fund --ignore-scripts --silent
+
+test-page: $(DEV) model $(PAGE) ## the page for operators and the simulator's report in Chromium, with axe-core
+	$(PY) -m pytest -m page tests/page $(ARGS)
 
 test-slow: $(DEV) model ## what takes minutes
 	$(PY) -m pytest -m slow $(ARGS)

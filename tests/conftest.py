@@ -12,6 +12,7 @@ from moonserve import CORE
 from moonserve.core.errors import ConfigError
 from moonserve.live.model.catalog import DEFAULT_MODEL, resolve
 from moonserve.live.transfer.mooncake_master import require
+from tests.support.browser import lacking
 
 # The tests draw a token of their own, and leave the one of the user who runs them alone.
 _STATE = tempfile.TemporaryDirectory(prefix="moonserve-tests-")
@@ -45,6 +46,8 @@ def _absent() -> dict[str, str]:
         absent["mooncake"] = str(error)
     if which("prometheus") is None or which("promtool") is None:
         absent["prometheus"] = _NO_PROMETHEUS
+    if lack := lacking():
+        absent["page"] = lack
     return absent
 
 

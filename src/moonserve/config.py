@@ -401,6 +401,10 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         bool,
         _flag("up gateway front", "", "serve clients of other machines without API keys"),
     ] = False
+    no_ui: Annotated[
+        bool,
+        _flag("up gateway conductor", "", "do not serve the page for operators at /ui"),
+    ] = False
     metrics_access: Annotated[
         Literal["key", "all"],
         _flag(

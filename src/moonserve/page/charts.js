@@ -204,9 +204,11 @@ const range = (first, last) => Array.from({ length: Math.max(0, last - first + 1
 const MINUTE = 60_000;
 const STEPS = [0.25, 0.5, 1, 2, 5, 10, 15, 30, 60, 120, 240].map((minutes) => minutes * MINUTE);
 
+/** Between two round times of day, on a scale with room for about so many. */
+const pace = (of, most) => STEPS.find((it) => (of.high - of.low) / it <= most) ?? STEPS.at(-1);
+
 /** Round times of day within the range of a scale. */
-function moments(of, most) {
-  const step = STEPS.find((it) => (of.high - of.low) / it <= most) ?? STEPS.at(-1);
+function moments(of, step) {
   const shift = new Date(of.low).getTimezoneOffset() * MINUTE;
   return range(Math.ceil((of.low - shift) / step), Math.floor((of.high - shift) / step)).map((k) => k * step + shift);
 }
@@ -226,8 +228,9 @@ function yAxis(of, left, right, texts) {
 
 function xAxis(of, y, label, timed) {
   const most = Math.max(3, Math.round((of.end - of.start) / 75));
-  const at = timed ? moments(of, most) : ticks(of, most);
-  const texts = timed ? (tick) => clock(tick, of.high - of.low < 3 * MINUTE) : number;
+  const step = pace(of, most);
+  const at = timed ? moments(of, step) : ticks(of, most);
+  const texts = timed ? (tick) => clock(tick, step < MINUTE) : number;
   const parts = [svg("path", { d: `M${of.start} ${y}H${of.end}`, class: "axis" })];
   let free = -1e9;
   for (const tick of at) {

@@ -45,6 +45,8 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True):
     """With keys: whether /metrics needs one."""
     cors_origins: str = ""
     """Origins of web pages that may use models, with commas between; "*": all."""
+    no_ui: bool = False
+    """Whether to leave out the page for operators at /ui."""
     salt_by: Literal["auto", "tenant", "none"] = "auto"
     """Whether tenants share KV; auto: they do unless there are keys."""
     registry: str = ""

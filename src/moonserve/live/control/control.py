@@ -24,10 +24,12 @@ from moonserve.core.store.words import Terms
 from moonserve.core.units import BlockKey, SegmentId
 from moonserve.live.clock import LoopClock
 from moonserve.live.control.config import GatewayConfig
+from moonserve.live.control.history import Observed
 from moonserve.live.control.in_registry import InRegistry
 from moonserve.live.control.join import Internal
 from moonserve.live.control.leadership import Leadership
 from moonserve.live.control.loop import ConductorLoop
+from moonserve.live.control.page import PageFiles
 from moonserve.live.control.placement_api import PlacementApi
 from moonserve.live.control.usage import UsageSums
 from moonserve.live.control.views import (
@@ -147,6 +149,8 @@ class Control(ProcessPart):
             health.report_alarms(registry.alarms)
         self.leadership = Leadership() if self._place is None else self._place.leadership
         """Whether this process decides."""
+        self._observed = Observed(conductor, pool, health, lambda: self.leadership)
+        self._page = None if config.no_ui else PageFiles()
         self._placement = PlacementApi(conductor, tools, model)
         self._indexer = IndexerApi(follow, config.tuning.max_indexed_blocks)
         self._ticker: asyncio.Task[None] | None = None
@@ -157,6 +161,8 @@ class Control(ProcessPart):
         return (
             self._internal.routes()
             | self._api.routes()
+            | self._observed.routes()
+            | ({} if self._page is None else self._page.routes())
             | self._pool.routes()
             | {("GET", "/health"): self._health_route}
             | {("GET", "/api/tenants"): self._usage.tenants_route}
@@ -166,8 +172,8 @@ class Control(ProcessPart):
         )
 
     def prefixes(self) -> Routes:
-        """Path prefixes of the admin API."""
-        return self._api.prefixes()
+        """Path prefixes of the admin API and of the page."""
+        return self._api.prefixes() | ({} if self._page is None else self._page.prefixes())
 
     def collectors(self) -> list[Collector]:
         """What the Conductor counts."""
@@ -187,6 +193,7 @@ class Control(ProcessPart):
     async def start(self, port: int) -> None:
         """Let the Conductor's time pass, and be found by others. Raises RegistryError."""
         self._ticker = asyncio.create_task(self._tick())
+        self._observed.start()
         if self._place is not None:
             host = self._config.advertise_host or self._config.host
             url = url_of(host, self._port or port, self._config.tls)
@@ -202,6 +209,7 @@ class Control(ProcessPart):
         """To be called when no request is under way any more."""
         if self._ticker is not None:
             self._ticker.cancel()
+        self._observed.stop()
         if self._place is not None:
             await self._place.close()
         self._placement.stop()

@@ -119,6 +119,19 @@ OPERATIONS: Mapping[Route, RouteText] = {
             "limit": "with prefix: most objects, 1 to 1000",
         },
     ),
+    ("GET", "/ui"): RouteText("The page for operators.", kind="text/html"),
+    ("GET", "/ui/{file}"): RouteText("A file of the page.", kind="text/javascript"),
+    ("GET", "/api/history"): RouteText(
+        "The last minute in a sentence, and samples and events of the last hours.",
+        query={
+            "step": "seconds of a sample: 1 (a quarter of an hour) or 15 (four hours)",
+            "since": "only what is later, in milliseconds since 1970",
+            "heat": "true: also how full each instance was, and the pairs that worked together",
+        },
+    ),
+    ("GET", "/api/prefixes"): RouteText(
+        "Prefixes that requests asked for lately, as a tree, and who holds them now."
+    ),
     ("GET", "/api/conductor"): RouteText("This Conductor's entry in the registry; its term."),
     ("POST", "/api/select"): RouteText("Where a request would be placed.", takes=PlacementBody),
     ("POST", "/api/reserve"): RouteText("Place a request of another router.", takes=PlacementBody),
