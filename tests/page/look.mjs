@@ -98,7 +98,7 @@ const ACTS = {
         return [it.dataset.key ?? it.id ?? it.tagName, it.matches(":focus-visible")];
       });
       names.push(on);
-      if (on[0]?.startsWith("r")) break;
+      if (on[0] === "r1") break;
     }
     await page.waitForTimeout(2500); // a poll draws the list anew, and leaves the focus
     const still = await page.evaluate(() => document.activeElement.dataset.key ?? "");

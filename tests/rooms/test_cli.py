@@ -352,6 +352,7 @@ def test_ask_prints_the_answer_and_how_it_came_about(url: str) -> None:
         "prefill p0 (expected to reuse 2,016 of 2,051 tokens, from p0) → decode d0,"
         " predicted TTFT 320 ms" in result.stderr
     )
+    assert f"its account: {url}/ui#/requests/" in result.stderr
     roles = [(m["role"], m["content"]) for m in Gateway.asked["messages"]]
     assert roles == [("system", "Be kind."), ("user", "Hello?")]
     assert Gateway.asked["model"] == "tiny"

@@ -17,6 +17,7 @@ import msgspec
 from moonserve.cli.client import URL, Client
 from moonserve.cli.output import print_json
 from moonserve.core.errors import ConfigError, EngineFailed
+from moonserve.page import path_of
 
 
 class ShownDecision(msgspec.Struct):
@@ -91,6 +92,9 @@ def ask(
     click.echo()
     sys.stdout.flush()
     for line in story(answer):
+        click.echo(click.style(line, dim=True), err=True)
+    if answer.decision is not None and answer.request_id is not None:
+        line = f"its account: {url.rstrip('/')}{path_of(answer.request_id)}"
         click.echo(click.style(line, dim=True), err=True)
 
 

@@ -25,3 +25,8 @@ def names() -> list[str]:
 def text(name: str) -> str:
     """The content of one of them."""
     return (files(__name__) / name).read_text("utf-8")
+
+
+def path_of(request: str) -> str:
+    """Where the page shows the account of one request, on the gateway's port."""
+    return f"/ui#/requests/{request}"

@@ -44,6 +44,7 @@ from moonserve.core.units import (
 from moonserve.live.drive.inbox import ActionInbox
 from moonserve.live.drive.lost import CallLost, Passed, plain
 from moonserve.live.ports import Conducting
+from moonserve.page import path_of
 
 log = logging.getLogger(__name__)
 
@@ -428,4 +429,5 @@ def error_for(refusal: Refuse) -> MoonserveError:
         return NobodyAlive(why)
     if reason == "kv_memory":  # waiting does not help
         return BadRequest(why, "prompt", "context_length_exceeded")
+    why += f"; the page for operators explains it at {path_of(refusal.request)}"
     return Overloaded(why, reason, None if wait_us is None else wait_us / MICROS_PER_SECOND)
