@@ -26,7 +26,7 @@ export function requests(root, frame) {
       keep();
     };
     const input = el("input", { id: `of-${name}`, value: asked.get(name) ?? "", onchange: set, autocomplete: "off", spellcheck: "false" });
-    return [el("label", { for: `of-${name}` }, label), input];
+    return el("span", { class: "field" }, el("label", { for: `of-${name}` }, label), input);
   };
   const buttons = KINDS.map(([name]) => el("button", {
     type: "button",
@@ -51,8 +51,8 @@ export function requests(root, frame) {
         el("h1", { class: "hush" }, "Requests"),
         el("div", { class: "group", role: "group", "aria-label": "Which requests" }, buttons),
         field("tenant", "Tenant"), field("instance", "Instance"),
-        el("label", { for: "sort" }, "Sort by"), sort,
-        el("label", { for: "limit" }, "Show"), limit),
+        el("span", { class: "field" }, el("label", { for: "sort" }, "Sort by"), sort),
+        el("span", { class: "field" }, el("label", { for: "limit" }, "Show"), limit)),
       place));
   const view = {
     every: 2000,
@@ -158,7 +158,7 @@ function facts(told) {
     ["Prompt", tokens(told.prompt_tokens)],
     ["Held by anyone", tokens(told.pool_tokens)],
     ["Reuse promised", tokens(told.reused_tokens)],
-    ["Reuse delivered", told.actual_cached_tokens === null ? "the engine does not tell" : tokens(told.actual_cached_tokens)],
+    ["Reuse delivered", told.actual_cached_tokens === null ? (told.attempts ? "the engine does not tell" : null) : tokens(told.actual_cached_tokens)],
     ["Output", tokens(told.output_tokens)],
     ["TTFT", against(told.actual_ttft_ms, told.predicted_ttft_ms, told.ttft_slo_ms)],
     ["TBT, mean", against(told.actual_tbt_ms, told.predicted_tbt_ms, told.tbt_slo_ms)],
@@ -170,10 +170,10 @@ function facts(told) {
 const tokens = (value) => (value === null || value === undefined ? null : `${count(value)} tokens`);
 
 function against(actual, predicted, goal) {
-  const parts = [time(actual)];
+  const parts = missing(actual) ? [] : [time(actual)];
   if (predicted !== null) parts.push(`predicted ${time(predicted)}`);
   if (goal !== null && goal !== undefined) parts.push(`goal ${time(goal)}`);
-  return parts.join("; ");
+  return parts.join("; ") || null;
 }
 
 /** The stages one after the other, each with what was predicted for it below. */
@@ -227,7 +227,7 @@ function candidates(told) {
   const waited = told.waited_ms ?? 0;
   const rows = told.candidates.map((it, at) => ({
     name: it.instance,
-    tag: at === 0 ? (told.outcome === "refused" ? "best" : "chosen") : at === 1 ? "runner-up" : null,
+    tag: at === 0 ? "chosen" : at === 1 ? "runner-up" : null,
     note: `${time(waited + it.ttft_ms)}, ${count(it.reused_tokens)} reused`,
     parts: [
       { size: waited, tone: "quiet", label: "waited at the Conductor" },
