@@ -39,7 +39,7 @@ MODES = (("light", 1_240), ("dark", 1_240), ("light", 375))
 SLOW = Cost((6_000, 30.0, 0.0, 0.0, 12_000, 300.0, 0.5), (5, 0.005), learns=False)
 """A prefill of 1,000 tokens takes 36 ms, a step of decode 12 ms or more."""
 VIEWS = {"": "svg[role=img]", "requests": "main table, main .empty", "instances": "main section"}
-VIEWS |= {"cache": "main .tiles"}
+VIEWS |= {"cache": "main .tiles", "tenants": "main section"}
 
 
 async def look(url: str, visits: list[dict[str, Any]], key: str = TOKEN, act: str = "") -> Any:
@@ -165,6 +165,8 @@ def test_each_view_of_a_busy_cluster(mode: str, width: int) -> None:
             assert said in text["instances"]
         assert "Prefixes that were asked for lately" in text["cache"]
         assert "held now" in text["cache"]
+        assert "of the work" in text["tenants"]
+        assert "green" in text["tenants"]
         account = text[f"requests/{served}"]
         for said in (
             "Where its time went",
@@ -187,12 +189,13 @@ def test_each_view_of_an_empty_cluster() -> None:
         missing = seen.pop()
         assert "keeps no account of it" in missing["text"]
         check(seen, urlsplit(it.url).netloc)
-        overview, requests, instances, cache = [one["text"] for one in seen]
+        overview, requests, instances, cache, tenants = [one["text"] for one in seen]
         assert "No prefill and no decode instance is there" in overview
         assert "No prompt was placed in this time" in overview
         assert "No request has come since this process started" in requests
         assert "No instance has joined" in instances
         assert "No prompt with a full block of tokens has come yet" in cache
+        assert "No request was over since this process started" in tenants
 
     on(site, test)
 

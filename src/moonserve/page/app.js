@@ -8,6 +8,7 @@ import { instances } from "./instances.js";
 import { overview } from "./overview.js";
 import { request, requests } from "./requests.js";
 import { KeyNeeded, get, key, setKey } from "./server.js";
+import { tenants } from "./tenants.js";
 
 /** The views by their paths, with the names that the navigation shows. */
 const VIEWS = [
@@ -15,6 +16,7 @@ const VIEWS = [
   ["requests", "Requests", requests],
   ["instances", "Instances", instances],
   ["cache", "Cache", cache],
+  ["tenants", "Tenants", tenants],
 ];
 const RANGES = [
   ["15 minutes", 1, 15],

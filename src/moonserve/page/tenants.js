@@ -26,7 +26,7 @@ function list(rows) {
   const cells = rows.map((row) => {
     const part = (row.prefill_s + row.decode_s) / work;
     return [
-      row.tenant || "(none)", count(row.requests), row.judged ? share(row.in_time / row.judged) : "–", count(row.refused), count(row.failed),
+      row.tenant, count(row.requests), row.judged ? share(row.in_time / row.judged) : "–", count(row.refused), count(row.failed),
       short(row.prompt_tokens), row.prompt_tokens ? share(row.cached_tokens / row.prompt_tokens) : "–", short(row.output_tokens),
       time(row.prefill_s * 1000), time(row.decode_s * 1000), el("span", { class: row.wasted_s > 0.05 * row.prefill_s ? "off" : null }, time(row.wasted_s * 1000)),
       el("span", {}, share(part, 0), meter(part, "c1")),
