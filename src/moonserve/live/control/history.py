@@ -8,7 +8,6 @@ cluster, and now and then how full the pool is. The Conductor tells it of each r
 from __future__ import annotations
 
 import asyncio
-import math
 import time
 from collections.abc import Callable
 from typing import Any
@@ -76,6 +75,8 @@ class Observed:
         self._draining: frozenset[str] = frozenset()
         self._alarms: frozenset[str] = frozenset()
         self._term = 0
+        self._began_ms = 0
+        """When the Conductor's clock was 0."""
         self._watching: list[asyncio.Task[None]] = []
         conductor.watch_ended(self._ended)
 
@@ -88,6 +89,7 @@ class Observed:
 
     def start(self) -> None:
         """Begin to note what happens."""
+        self._began_ms = time.time_ns() // 1_000_000 - self._conductor.now_us() // 1_000
         self._watching = [
             keep_doing("the history of the last hours", self._watch),
             keep_doing("looking at the pool", self._watch_store),
@@ -108,11 +110,16 @@ class Observed:
             self._history.ended(record, info.block_bytes, info.namespace.block_size)
 
     async def _watch(self) -> None:
-        due_s = math.ceil(time.time())
+        due_ms = self._now_ms() // 1_000 * 1_000
         while True:
-            await asyncio.sleep(max(0.0, due_s - time.time()))
-            self._note(round(time.time() * 1_000))
-            due_s = max(due_s + 1, math.ceil(time.time()))  # this process may have slept
+            now_ms = self._now_ms()
+            due_ms = max(due_ms, now_ms // 1_000 * 1_000) + 1_000  # this process may have slept
+            await asyncio.sleep((due_ms - now_ms) / 1_000)
+            self._note(self._now_ms())
+
+    def _now_ms(self) -> int:
+        """Milliseconds since 1970, by a clock that is never set back."""
+        return self._began_ms + self._conductor.now_us() // 1_000
 
     def _note(self, at_ms: int) -> None:
         """A second is over."""
@@ -157,7 +164,7 @@ class Observed:
             evicted=ledgers.get("evicted", 0),
         )
         draining = frozenset(it["id"] for it in segments if it["draining"])
-        at_ms = round(time.time() * 1_000)
+        at_ms = self._now_ms()
         for name in sorted(draining - self._draining):
             self._history.happened(LaneEvent(at_ms, "drain", name))
         self._draining = draining
@@ -174,7 +181,7 @@ class Observed:
         alarms = self._health.alarms()
         said = verdict(minute, history.seconds(), pools, slo, len(alarms))
         reply = {
-            "now_ms": round(time.time() * 1_000),
+            "now_ms": self._now_ms(),
             "step_s": ring.step_s,
             "verdict": said,
             "alarms": alarms,
