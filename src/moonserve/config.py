@@ -161,7 +161,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     registry: Annotated[
         str,
         _flag(
-            "gateway front conductor worker register unregister serve segment key",
+            "gateway front conductor worker register unregister serve segment key instances",
             "URL",
             "registry in which all processes find each other, such as etcd://host:port, or"
             " etcds://host:port for TLS; none: each process gets the addresses by flags",
@@ -509,7 +509,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     tls_dir: Annotated[
         str,
         _flag(
-            "up gateway front conductor worker register unregister serve segment key",
+            "up gateway front conductor worker register unregister serve segment key instances",
             "FOLDER",
             "folder of `moonserve tls init`; it sets --tls-cert, --tls-key and --tls-ca to the"
             " files of this process's role",
@@ -518,7 +518,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     tls_cert: Annotated[
         str,
         _flag(
-            "up gateway front conductor worker register unregister serve segment key",
+            "up gateway front conductor worker register unregister serve segment key instances",
             "FILE",
             "certificate of this process, in PEM, with its chain; with it the process speaks TLS"
             " only",
@@ -527,7 +527,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     tls_key: Annotated[
         str,
         _flag(
-            "up gateway front conductor worker register unregister serve segment key",
+            "up gateway front conductor worker register unregister serve segment key instances",
             "FILE",
             "key of that certificate, in PEM, without a password",
         ),
@@ -535,7 +535,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     tls_ca: Annotated[
         str,
         _flag(
-            "up gateway front conductor worker register unregister serve segment key",
+            "up gateway front conductor worker register unregister serve segment key instances",
             "FILE",
             "certificate of the cluster's private authority, in PEM; processes of the cluster"
             " accept each other only by certificates that it has signed",

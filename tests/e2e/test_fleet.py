@@ -189,6 +189,10 @@ def test_fronts_find_the_conductor_in_etcd(fleet: Fleet, tmp_path: Path) -> None
         assert cached(ask(fronts[0], WORDS)[1]) == 0
         assert cached(ask(fronts[1], WORDS)[1]) > 200
         assert get(fronts[0] + "/api/conductor")["leads"]
+        listing = fleet.start("instances", "--registry", etcd.url)
+        assert listing.process.wait(20) == 0
+        until(partial(said, listing, "leads in term 1"))
+        until(lambda: all(f"\n{name}  " in "".join(listing.lines) for name in ("p0", "p1", "d0")))
 
         for more in ((), ("--workers", "2")):
             second = fleet.start("gateway", "--port", "0", *more, *there)

@@ -260,6 +260,9 @@ def test_the_loss_of_a_leader_costs_nobody_a_token(tmp_path: Path) -> None:
         [standby] = set(it.conductors) - {leader}
         ready = await it.http.request("GET", standby + "/ready", timeout_s=5)
         assert (ready.status, b"is a standby" in ready.body) == (503, True)
+        health = await it.get(standby + "/health")
+        assert health["instances"] == 4
+        assert leader in (await it.get(standby + "/api/conductor"))["leader"]
 
         async def cut() -> None:
             """Cut from etcd, it leads until the standby does."""

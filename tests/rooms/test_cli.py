@@ -1,26 +1,32 @@
 """The command line: light, clear in error, and `ask` against a scripted gateway."""
 
+import asyncio
+import contextlib
 import json
 import os
+import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any, ClassVar
 
+import msgspec
 import pytest
 from click.testing import CliRunner, Result
 
-from moonserve.cli import cli
+from moonserve.cli import cli, fleet
 from moonserve.cli.settings import child_env
 from moonserve.cli.up import cluster
 from moonserve.config import Logging, Settings, load
 from moonserve.core.request import Slo
 from moonserve.live.control.config import LIVE, GatewayConfig
+from moonserve.live.registry.entries import CONDUCTORS, LEADER, ConductorEntry, LeaderEntry
 from moonserve.live.store.settings import StoreSettings
 from moonserve.live.worker.config import WorkerConfig
+from tests.support.registry import MemoryRegistry
 
 
 def run(*argv: str, stdin: str | None = None) -> Result:
@@ -289,6 +295,14 @@ DECISION = {
 }
 
 
+ROW = {"role": "prefill", "model": "tiny", "running": 1, "waiting": 2, "free_blocks": 3}
+ROWS = [
+    ROW | {"id": name, "url": f"http://{name}", "heard_ms_ago": 250.0, "more": {}}
+    for name in ("p1", "p0")
+]
+STANDING = {"leads": True, "term": 7, "instances": 2, "index": "as told by the engines", "me": {}}
+
+
 class Gateway(BaseHTTPRequestHandler):
     """Answers as a gateway would; `asked` keeps the last chat request."""
 
@@ -314,6 +328,10 @@ class Gateway(BaseHTTPRequestHandler):
             self._send(200, json.dumps(DECISION).encode())
         elif self.path == "/api/decisions/a%2Fb":
             self._send(200, b'{"request": "a/b", "outcome": "refused", "why": "Too late."}')
+        elif self.path == "/api/instances":
+            self._send(200, json.dumps(ROWS).encode())
+        elif self.path == "/api/conductor":
+            self._send(200, json.dumps(STANDING).encode())
         elif self.path == "/api/decisions/new":
             self._send(200, b'{"request": "new"}')
         else:
@@ -367,6 +385,52 @@ def test_ask_json_is_one_object(url: str) -> None:
     assert got["decision"] == DECISION
     assert got["request_id"] == "r1"
     assert got["ttft_ms"] > 0
+
+
+def test_instances_lists_them_and_the_conductors_of_a_registry(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A Conductor that does not answer is shown with the reason. The leader comes first."""
+    instances = [
+        "instance  role     model  url        running  waiting  free blocks      heard",
+        "p0        prefill  tiny   http://p0        1        2            3  0.2 s ago",
+        "p1        prefill  tiny   http://p1        1        2            3  0.2 s ago",
+    ]
+    result = run("instances", "--url", url)
+    assert (result.exit_code, result.stdout.splitlines()) == (0, instances)
+
+    registry, there = MemoryRegistry(), ["instances", "--registry", "etcd://one"]
+
+    @contextlib.asynccontextmanager
+    async def opened(settings: Settings) -> AsyncIterator[MemoryRegistry]:
+        assert settings.registry == "etcd://one"
+        yield registry
+
+    monkeypatch.setattr(fleet, "opened_registry", opened)
+    result = run(*there)
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert "no Conductor is in etcd://one; start one with: moonserve conductor" in result.stderr
+    with socket.socket() as dead:
+        dead.bind(("127.0.0.1", 0))
+        away = f"http://127.0.0.1:{dead.getsockname()[1]}"
+        for entry in (ConductorEntry("a", 1, away, "tiny"), ConductorEntry("b", 2, url, "tiny")):
+            asyncio.run(registry.put(CONDUCTORS + entry.name, msgspec.json.encode(entry)))
+        asyncio.run(registry.put(LEADER, msgspec.json.encode(LeaderEntry("b", 7))))
+        result = run(*there)
+        said = result.stdout.splitlines()
+        assert result.exit_code == 0
+        words = f"b {url} leads in term 7 as told by the engines 2"
+        assert said[1].split() == words.split()
+        assert said[2].endswith("no answer")
+        assert said[3].startswith(f"a: nothing listens at {away}")
+        assert said[4:] == ["", *instances]
+        found = json.loads(run(*there, "--json").stdout)
+        assert [it["name"] for it in found["conductors"]] == ["b", "a"]
+        assert [it["id"] for it in found["instances"]] == ["p0", "p1"]
+        asyncio.run(registry.remove(CONDUCTORS + "b"))
+        result = run(*there)
+        assert result.exit_code == 1
+        assert "no Conductor of the registry answers" in result.stderr
 
 
 def test_explain_shows_what_the_gateway_says(url: str) -> None:

@@ -385,7 +385,7 @@ def test_entries_that_cannot_be_used_are_named_and_the_others_are_used(
         await until(lambda: "p4 is not used" in caplog.text)
         assert list(one.loop.core.view.instances) == ["p1"]
         assert "instances/p2 is no InstanceInfo" in caplog.text
-        assert "p3 is not used: this gateway serves m, not other" in caplog.text
+        assert "p3 is not used: this Conductor serves m, not other; start the worker" in caplog.text
 
     run(test)
 
@@ -575,6 +575,32 @@ def test_a_worker_that_cannot_serve_any_more_says_so_whoever_listens() -> None:
         await gateways.leave()
         assert one.server is not None
         await one.server.stop(0)
+
+    run(test)
+
+
+def test_a_worker_that_all_conductors_refuse_ends_with_their_reason() -> None:
+    """So a worker of another model ends. One that has been let in before goes on without those that
+    refuse it now."""
+
+    async def test(site: Site) -> None:
+        for n, it in enumerate((one := Listener(400), other := Listener(409))):
+            entry = await it.start(site, f"g{n}")
+            await site.registry.put(CONDUCTORS + entry.name, msgspec.json.encode(entry))
+        joined: list[str] = []
+        async with worker(site, InstanceLoad, joined) as (_, who):
+            await until(lambda: one.heard("join") and other.heard("join"))
+            other.answer = 200
+            await until(lambda: joined)
+        other.answer = 400
+        times = BeatTimes(beat_s=0.05)
+        late = Conductors(site.http, TOKEN, "", MemoryRegistry(site.shared), times)
+        with pytest.raises(ConfigError, match=r"worker: http.* refuses this worker: 400 because"):
+            await late.run(who, InstanceLoad, print)
+        await late.leave()
+        for it in (one, other):
+            assert it.server is not None
+            await it.server.stop(0)
 
     run(test)
 

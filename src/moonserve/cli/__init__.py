@@ -48,6 +48,10 @@ _COMMANDS: dict[str, tuple[str, str]] = {
         "Run the Conductor alone, for fronts on any host.",
     ),
     "worker": ("moonserve.cli.roles:worker", "Run one prefill or decode worker."),
+    "instances": (
+        "moonserve.cli.fleet:instances",
+        "List the instances of a cluster, and its Conductors.",
+    ),
     "register": ("moonserve.cli.register:register", "Put external engines into a registry."),
     "unregister": ("moonserve.cli.register:unregister", "Take external engines out of a registry."),
     "key": ("moonserve.cli.key:key", "Make, list and revoke the API keys of clients."),

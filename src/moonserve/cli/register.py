@@ -76,7 +76,7 @@ def unregister(config: Path | None, names: tuple[str, ...], **flags: str | None)
 
 
 @contextlib.asynccontextmanager
-async def _opened(settings: Settings) -> AsyncIterator[Registry]:
+async def opened_registry(settings: Settings) -> AsyncIterator[Registry]:
     """The registry of these settings. Raises ConfigError."""
     from moonserve.live.registry.entries import open_registry
 
@@ -93,14 +93,14 @@ async def _put(settings: Settings, engines: Sequence[InstanceSpec]) -> dict[str,
     """Register engines; return the URLs of replaced ones, by name. Raises ConfigError."""
     from moonserve.live.external.registry_engines import register
 
-    async with _opened(settings) as registry:
+    async with opened_registry(settings) as registry:
         return await register(registry, engines)
 
 
 async def _remove(settings: Settings, names: Sequence[str]) -> None:
     from moonserve.live.registry.entries import ENGINES
 
-    async with _opened(settings) as registry:
+    async with opened_registry(settings) as registry:
         absent = [name for name in names if not await registry.remove(ENGINES + name)]
     if absent:
         raise ConfigError(f"no engine of that name was registered: {', '.join(absent)}", "names")

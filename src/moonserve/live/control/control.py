@@ -11,6 +11,7 @@ import random
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from functools import partial
+from typing import Any
 
 import msgspec
 from prometheus_client.metrics_core import Metric
@@ -219,9 +220,11 @@ class Control(ProcessPart):
 
     async def _health_route(self, request: HttpRequest) -> Response:
         """200: this process is well; alarms about other processes stand beside that."""
-        said = {"status": "ok", "alarms": open_alarms(self._health)}
-        if self._takes_fronts and (why := self.leadership.standing_by()):
-            said["standby"] = why
+        said: dict[str, Any] = {"status": "ok", "alarms": open_alarms(self._health)}
+        if self._takes_fronts:
+            said["instances"] = len(self._conductor.views())
+            if why := self.leadership.standing_by():
+                said["standby"] = why
         return json_response(said)
 
     async def _tick(self) -> None:

@@ -292,5 +292,12 @@ class InRegistry:
     async def _show(self, request: HttpRequest) -> Response:
         term = self.leadership.term
         return json_response(
-            {"me": self._me, "leads": bool(term), "term": term, "index": self.index}
+            {
+                "me": self._me,
+                "leads": bool(term),
+                "term": term,
+                "leader": self._me.url if term else self.leadership.leader,
+                "instances": len(self._conductor.views()),
+                "index": self.index,
+            }
         )

@@ -85,7 +85,12 @@ class Internal:
             raise BadRequest("block_size, chunk_tokens and max_seqs must be 1 or more", "namespace")
         if info.model not in self._models:
             served = ", ".join(self._models)
-            raise BadRequest(f"this gateway serves {served}, not {info.model}", "model")
+            raise BadRequest(
+                f"this Conductor serves {served or 'external engines'}, not {info.model}; start the"
+                " worker with the same --model, or let it join another Conductor (with a registry:"
+                " under a prefix of its own, such as etcd://host:port/second)",
+                "model",
+            )
         if not _has_host(info.url) or "@" in info.url:
             shown = without_password(info.url)
             raise BadRequest(f"{shown!r} is no URL such as http://host:port", "url")

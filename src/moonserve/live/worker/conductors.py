@@ -1,7 +1,8 @@
 """The Conductors that a worker joins: the one of its settings, or all that a registry has.
 
 The worker's process makes one Conductors. Each Conductor is joined and beaten at its own pace, and
-gets all measurements. One that is away, or refuses this worker, does not disturb the others.
+gets all measurements. One that is away, or refuses this worker, does not disturb the others. If
+all refuse a worker that none has ever let in, it ends with their reason.
 """
 
 from __future__ import annotations
@@ -59,6 +60,10 @@ class Conductors:
         self._members: dict[ConductorEntry, ConductorMember] = {}
         self._tasks: dict[ConductorEntry, asyncio.Task[None]] = {}
         self._controls: dict[ConductorEntry, ConductorClient] = {}
+        self._refusals: dict[ConductorEntry, ConfigError] = {}
+        """Why Conductors refuse this worker now."""
+        self._was_let_in = False
+        """Whether any Conductor ever let it in."""
 
     async def master(self, store_url: str) -> str:
         """Return the URL of the store's master. Raises ConfigError."""
@@ -102,7 +107,8 @@ class Conductors:
     ) -> None:
         """Stay joined to all Conductors for ever; `joined` is called with the URL at every join.
 
-        Raises what `load` raises, and ConfigError if the only one refuses this worker.
+        Raises what `load` raises, and ConfigError if the only one refuses this worker, or all of a
+        registry do and none has ever let it in.
         """
         if self._registry is None:
             only = ConductorEntry("", 0, self._only.url)
@@ -147,17 +153,26 @@ class Conductors:
         loads: Loads,
         joined: Callable[[str], None],
     ) -> None:
+        def let_in() -> None:
+            self._was_let_in = True
+            self._refusals.pop(entry, None)
+            joined(entry.url)
+
         said = ""
         try:
             while member.wanted:
                 try:
-                    await member.run(lambda: joined(entry.url))
-                except ConfigError as error:  # it may serve another model
+                    await member.run(let_in)
+                except ConfigError as error:
+                    self._refusals[entry] = error
+                    if not self._was_let_in and self._refusals.keys() >= self._tasks.keys():
+                        raise
                     if said != str(error):
                         log.warning("%s", error)
                     said = str(error)
                     await asyncio.sleep(_REFUSED_S)
         finally:
+            self._refusals.pop(entry, None)
             loads.over(entry)
 
     async def leave(self) -> None:

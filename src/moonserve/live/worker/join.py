@@ -12,12 +12,13 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from moonserve.core.errors import ConfigError, MoonserveError, StoreError
+from moonserve.core.errors import UNREADABLE, ConfigError, MoonserveError, StoreError
 from moonserve.core.kv.facts import BlockEvent
 from moonserve.core.schedule.facts import InstanceInfo, InstanceLoad
 from moonserve.core.units import whole_number
 from moonserve.live.http.auth import bearer
 from moonserve.live.http.client import ClientResponse, HttpClient
+from moonserve.live.http.message import ErrorReply
 from moonserve.live.openai.headers import TERM
 from moonserve.live.rpc.joins import CONTENT_TYPE, BeatBody, LeaveBody
 
@@ -164,7 +165,8 @@ class ConductorMember:
     async def _join(self) -> None:
         reply = await self._gateway.call("join", _encode(self._info))
         if reply.status in _REFUSED or (reply.status == _CONFLICT and self._conflict_lasts()):
-            raise ConfigError(f"the gateway refuses this worker: {_message(reply)}", "worker")
+            what = f"{self._gateway.url} refuses this worker: {_message(reply)}"
+            raise ConfigError(what, "worker")
         if reply.status != _CONFLICT:
             self._conflict_since_s = None
         if reply.status != 200:
@@ -203,5 +205,8 @@ def with_unsent(load: InstanceLoad, old: InstanceLoad) -> InstanceLoad:
 
 
 def _message(reply: ClientResponse) -> str:
-    text = reply.body[:300].decode("utf-8", "replace")
-    return f"{reply.status} {text}"
+    try:
+        return msgspec.json.decode(reply.body, type=ErrorReply).error.message
+    except UNREADABLE:
+        text = reply.body[:300].decode("utf-8", "replace")
+        return f"{reply.status} {text}"

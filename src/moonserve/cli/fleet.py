@@ -1,0 +1,174 @@
+"""`moonserve instances`: the instances of a cluster, and with a registry its Conductors.
+
+It asks the processes over HTTP and changes nothing. The command line alone imports this.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+import msgspec
+
+from moonserve.cli.client import URL, Client
+from moonserve.cli.output import json_option, print_json
+from moonserve.cli.register import opened_registry
+from moonserve.cli.settings import read_settings, settings_options
+from moonserve.cli.tls import tls_of
+from moonserve.core.errors import ConfigError, MoonserveError, NobodyAlive
+from moonserve.show.table import table
+
+if TYPE_CHECKING:
+    from moonserve.config import Settings
+    from moonserve.live.registry.entries import ConductorEntry
+
+_ANSWER_S = 3.0
+_HEAD = ("instance", "role", "model", "url", "running", "waiting", "free blocks", "heard")
+
+
+class Standing(msgspec.Struct):
+    """One Conductor, as it answers."""
+
+    name: str
+    url: str
+    model: str
+    """Empty: it serves external engines."""
+    leads: bool = False
+    term: int = 0
+    """In which it leads; 0: it does not."""
+    instances: int = 0
+    """How many have joined it."""
+    index: str = ""
+    """Where its index came from."""
+    problem: str = ""
+    """Why it does not answer; empty: it does."""
+
+
+class _Reply(msgspec.Struct):
+    """What /api/conductor returns, as far as it is read here."""
+
+    leads: bool
+    term: int
+    instances: int
+    index: str
+
+
+class _Instance(msgspec.Struct):
+    """What /api/instances returns of one instance, as far as it is read here."""
+
+    id: str
+    role: str
+    model: str
+    url: str
+    running: int
+    waiting: int
+    free_blocks: int
+    heard_ms_ago: float
+
+    def cells(self) -> tuple[str, ...]:
+        """The row of the table."""
+        numbers = (self.running, self.waiting, self.free_blocks)
+        heard = f"{self.heard_ms_ago / 1_000:.1f} s ago"
+        return (self.id, self.role, self.model, self.url, *map(str, numbers), heard)
+
+
+@click.command()
+@click.option("--url", help=f"URL of a gateway, front or Conductor. [default: {URL}]")
+@json_option
+@settings_options("instances")
+def instances(config: Path | None, url: str | None, as_json: bool, **flags: str | None) -> None:
+    """List the instances of a cluster: role, load, and when the Conductor heard of each last.
+
+    With --registry also its Conductors: which one leads, in which term, and how many instances have
+    joined each. The list of instances is then the leader's, or that of a standby if the leader does
+    not answer.
+    """
+    settings = read_settings(config, flags)
+    if settings.registry and url:
+        raise ConfigError("contradicts --registry: leave one of the two out", "--url")
+    client = _clients(settings)
+    conductors: list[Standing] = []
+    if settings.registry:
+        conductors = _conductors(settings, client)
+        url = next((it.url for it in conductors if not it.problem), None)
+    rows = [] if settings.registry and not url else _rows(client(url or URL))
+    if as_json:
+        print_json({"conductors": conductors, "instances": rows})
+    else:
+        for line in (*_shown(conductors), *_listed(rows)):
+            click.echo(line)
+    if settings.registry and not url:
+        raise NobodyAlive("no Conductor of the registry answers; see to these processes")
+
+
+def _clients(settings: Settings) -> Callable[[str], Client]:
+    """What makes a client of a URL."""
+    tls = tls_of(settings, "client")
+    context = None if tls is None else tls.client()
+    return lambda url: Client(url, _ANSWER_S, context=context if "https:" in url else None)
+
+
+def _conductors(settings: Settings, client: Callable[[str], Client]) -> list[Standing]:
+    """All Conductors of the registry, the leader first. Raises ConfigError, NobodyAlive."""
+    leader, entries = asyncio.run(_registered(settings))
+    if not entries:
+        raise NobodyAlive(
+            f"no Conductor is in {settings.registry}; start one with: moonserve conductor"
+            f" --registry {settings.registry}"
+        )
+    found = [_asked(it, client(it.url)) for it in entries]
+    return sorted(found, key=lambda it: (it.name != leader, it.name))
+
+
+async def _registered(settings: Settings) -> tuple[str, list[ConductorEntry]]:
+    """The name of the Conductor that leads, and the entries of all."""
+    from moonserve.live.registry.entries import (
+        CONDUCTORS,
+        LEADER,
+        ConductorEntry,
+        decoded,
+        leader_of,
+    )
+
+    async with opened_registry(settings) as registry:
+        leader = leader_of((await registry.read(LEADER)).get(LEADER, b"")).name
+        found = decoded(await registry.read(CONDUCTORS), CONDUCTORS, ConductorEntry)
+        return leader, list(found.values())
+
+
+def _asked(entry: ConductorEntry, client: Client) -> Standing:
+    known = Standing(entry.name, entry.url, entry.model)
+    try:
+        said = client.get_as("/api/conductor", _Reply)
+    except MoonserveError as error:
+        known.problem = str(error)
+        return known
+    known.leads, known.term = said.leads, said.term
+    known.instances, known.index = said.instances, said.index
+    return known
+
+
+def _rows(client: Client) -> list[_Instance]:
+    return sorted(client.get_as("/api/instances", list[_Instance]), key=lambda it: it.id)
+
+
+def _shown(conductors: Sequence[Standing]) -> list[str]:
+    """The lines about Conductors; none without a registry."""
+    if not conductors:
+        return []
+    rows = [("conductor", "url", "state", "index", "instances")]
+    for it in conductors:
+        state = f"leads in term {it.term}" if it.leads else "stands by"
+        joined = "" if it.problem else str(it.instances)
+        rows.append((it.name, it.url, "no answer" if it.problem else state, it.index, joined))
+    problems = [f"{it.name}: {it.problem}" for it in conductors if it.problem]
+    return [*table(rows, 4), *problems, ""]
+
+
+def _listed(rows: Sequence[_Instance]) -> list[str]:
+    if not rows:
+        return ["no instance has joined"]
+    return list(table([_HEAD, *(it.cells() for it in rows)], 4))
