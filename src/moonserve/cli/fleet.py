@@ -5,7 +5,6 @@ It asks the processes over HTTP and changes nothing. The command line alone impo
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,7 +18,6 @@ from moonserve.cli.register import opened_registry
 from moonserve.cli.settings import read_settings, settings_options
 from moonserve.cli.tls import tls_of
 from moonserve.core.errors import ConfigError, MoonserveError, NobodyAlive
-from moonserve.show.table import table
 
 if TYPE_CHECKING:
     from moonserve.config import Settings
@@ -113,6 +111,8 @@ def _clients(settings: Settings) -> Callable[[str], Client]:
 
 def _conductors(settings: Settings, client: Callable[[str], Client]) -> list[Standing]:
     """All Conductors of the registry, the leader first. Raises ConfigError, NobodyAlive."""
+    import asyncio
+
     leader, entries = asyncio.run(_registered(settings))
     if not entries:
         raise NobodyAlive(
@@ -157,6 +157,8 @@ def _rows(client: Client) -> list[_Instance]:
 
 def _shown(conductors: Sequence[Standing]) -> list[str]:
     """The lines about Conductors; none without a registry."""
+    from moonserve.show.table import table
+
     if not conductors:
         return []
     rows = [("conductor", "url", "state", "index", "instances")]
@@ -169,6 +171,8 @@ def _shown(conductors: Sequence[Standing]) -> list[str]:
 
 
 def _listed(rows: Sequence[_Instance]) -> list[str]:
+    from moonserve.show.table import table
+
     if not rows:
         return ["no instance has joined"]
     return list(table([_HEAD, *(it.cells() for it in rows)], 4))
