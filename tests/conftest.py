@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import tempfile
 from shutil import which
 
@@ -23,9 +24,11 @@ _NO_PROMETHEUS = "prometheus and promtool are not installed; on Debian: apt inst
 
 
 def pytest_configure() -> None:
-    """End at once if MOONSERVE_CORE asks for a form of core that is not here."""
+    """End at once if MOONSERVE_CORE asks for a form of core that is not here. Heed Ctrl-C."""
     if CORE.problem is not None:
         raise pytest.UsageError(CORE.problem)
+    # A shell starts its background jobs with SIGINT ignored, and children inherit that.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_report_header() -> str:
@@ -36,6 +39,8 @@ def pytest_report_header() -> str:
 def _absent() -> dict[str, str]:
     """Marker -> why its tests cannot run here."""
     absent: dict[str, str] = {}
+    if CORE.compiled:
+        absent["python_core"] = "compiled core: no test can derive from its classes or replace them"
     try:
         resolve(DEFAULT_MODEL)
     except ConfigError:

@@ -11,7 +11,6 @@ from typing import Any
 import msgspec
 import pytest
 
-from moonserve import CORE
 from moonserve.core.request import Request, Slo, Stopping
 from moonserve.core.schedule import decode_forecast
 from moonserve.core.schedule.actions import Action, Decode, Prefill, Refuse
@@ -341,10 +340,9 @@ def test_come_back_when_somebody_will_have_ended() -> None:
     assert waits[1] > 1_000_000
 
 
+@pytest.mark.python_core
 def test_who_is_too_late_anyway_costs_no_look_at_decode(monkeypatch: pytest.MonkeyPatch) -> None:
     """The TTFT objective refuses it, and no forecast is made."""
-    if CORE.compiled:
-        pytest.skip("a call within compiled core cannot be replaced")
     conductor = cluster("predictive", "p0", "d0", slo=Slo(ttft_us=450, tbt_us=210))
     conductor.step(0, [arrived("before")])
 

@@ -257,11 +257,13 @@ def run_seed(seed: int) -> Run:
     return run
 
 
+@pytest.mark.python_core
 def test_one_seed() -> None:
     """The seed in MOONSERVE_SEED keeps all promises; the default is seed 0."""
     run_seed(int(os.environ.get("MOONSERVE_SEED", "0")))
 
 
+@pytest.mark.python_core
 def test_promises_hold_under_faults() -> None:
     """200 seeds keep all promises; they read, demote, promote and repair often enough."""
     runs = [run_seed(seed) for seed in range(200)]

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 import msgspec
+import pytest
 from prometheus_client import generate_latest
 
 from moonserve.core.errors import StoreError
@@ -78,6 +79,7 @@ def fact(name: str = "x") -> Fact:
     return PrefillEnded(RequestId(name), 1, final=True)
 
 
+@pytest.mark.python_core
 def test_the_loop_steps_when_the_conductor_asked_for_it() -> None:
     """The timer steps without facts, not before its time, and as often as it is asked for."""
 
@@ -95,6 +97,7 @@ def test_the_loop_steps_when_the_conductor_asked_for_it() -> None:
     run(test)
 
 
+@pytest.mark.python_core
 def test_there_is_one_timer_and_stop_cancels_it() -> None:
     """A later time replaces the earlier one; after `stop` no timer fires."""
 
@@ -242,6 +245,7 @@ def test_a_client_that_leaves_in_the_turn_of_its_arrival_has_a_record() -> None:
     run(test)
 
 
+@pytest.mark.python_core
 def test_a_bug_in_the_conductor_leaves_nobody_waiting() -> None:
     """If a step fails, every open request gets GiveUp."""
 
@@ -258,6 +262,7 @@ def test_a_bug_in_the_conductor_leaves_nobody_waiting() -> None:
     run(test)
 
 
+@pytest.mark.python_core
 def test_copies_are_asked_for_and_told_of() -> None:
     """The store copies in the background; the Conductor learns at once what will not come."""
 
