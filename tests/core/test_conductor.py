@@ -140,6 +140,43 @@ def test_a_failed_prefill_goes_to_another_instance() -> None:
     assert conductor.promised() == NOTHING
 
 
+def test_a_request_may_take_two_instances_with_it() -> None:
+    """When a second one dies while it has the request's call, the request is given up with the
+    reason, whether it has tokens or not. An instance that died is used no more."""
+    for begins in (False, True):
+        conductor = cluster("p0", "p1", "p2", "d0", "d1", "d2")
+        call: Prefill | Decode = placed(conductor.step(1, [arrived()]))
+        for turn in (2, 3):
+            if begins:
+                [call] = conductor.step(turn, [PrefillEnded(R, call.number, final=False)])
+            dead = call.to.id
+            actions = fail(conductor, call, turn, 41 + begins, died=1)
+            assert dead not in conductor.view.instances
+            if turn == 2:
+                call = placed(actions)
+        why = "2 instances died while they had this request: x"
+        assert actions[0] == GiveUp(R, why)
+        assert conductor.promised() == NOTHING
+
+
+def test_a_death_counts_for_all_that_had_a_call_there_without_a_token() -> None:
+    """Also for those whose call is aborted for it. A token of decode forgives what came before, and
+    the death of the instance that gave it."""
+    conductor = cluster("p0", "d0")
+    other = RequestId("other")
+    prefills = conductor.step(1, [arrived(), arrived(other)])
+    for turn, tokens in ((10, 1), (20, 3)):
+        ended = [PrefillEnded(it.request, placed([it]).number, False) for it in prefills]
+        numbers = {it.request: it.number for it in conductor.step(turn, ended)}  # type: ignore[union-attr]
+        died = CallFailed(R, numbers[R], "x", True, 41 + tokens, KEYS, died=max(1, turn - 10))
+        aborts = conductor.step(turn + 1, [died])
+        assert aborts == [Abort(other, numbers[other], "instance d0 is gone: it died")]
+        actions = conductor.step(turn + 2, [CallFailed(other, numbers[other], "y", True, 42, KEYS)])
+        prefills = conductor.step(turn + 3, [Joined(info("d0", "decode", turn))])
+    assert actions[0] == GiveUp(other, "2 instances died while they had this request: y")
+    assert [it.request for it in prefills if isinstance(it, Prefill)] == [R]
+
+
 def test_what_cannot_be_mended_is_not_retried() -> None:
     """retry=False gives up at once."""
     conductor = cluster("p0", "p1", "d0")
@@ -214,7 +251,7 @@ def test_a_request_outlives_the_restart_of_its_only_instance() -> None:
 
 
 def fail(
-    conductor: Conductor, call: Prefill | Decode, now_us: int, length: int = 43, **more: bool
+    conductor: Conductor, call: Prefill | Decode, now_us: int, length: int = 43, **more: int
 ) -> list[Action]:
     """The call fails with so many tokens known."""
     return conductor.step(now_us, [CallFailed(R, call.number, "x", True, length, KEYS, **more)])

@@ -288,6 +288,32 @@ def test_stale_pooled_connection_is_retried_once() -> None:
     run(behave, use)
 
 
+def test_a_peer_that_dies_with_a_request_may_have_had_it() -> None:
+    """Also if its address refuses the connection of the second attempt."""
+
+    async def main() -> None:
+        async def behave(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await read_request(reader)
+            writer.write(OK)
+            await read_request(reader)
+            server.close()
+            writer.transport.abort()
+
+        server = await asyncio.start_server(behave, "127.0.0.1", 0)
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/"
+        client = HttpClient()
+        await client.request("POST", url, timeout_s=5)
+        assert not await client.refuses(url)
+        for sent in (True, False):
+            with pytest.raises(UpstreamError, match="cannot connect") as caught:
+                await client.request("POST", url, timeout_s=5)
+            assert caught.value.sent is sent
+        assert await client.refuses(url)
+        await client.close()
+
+    asyncio.run(main())
+
+
 def test_what_must_not_reach_a_peer_twice_is_not_sent_twice() -> None:
     """Such as where a prefill's KV is: used again, it names blocks of others."""
     requests: list[int] = []

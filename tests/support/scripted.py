@@ -55,6 +55,8 @@ class ScriptedWire:
         self.prefetching = 0
         self.running = 0
         """Prefill and decode calls that are out."""
+        self.dead: set[str] = set()
+        """Instances that do not listen any more."""
         self.gates: dict[str, asyncio.Event] = {}
         """Faults that end when these events are set."""
 
@@ -74,6 +76,8 @@ class ScriptedWire:
                 self.cancelled += 1
         if what in self.gates:
             await self.gates[what].wait()
+        if what == "crash":
+            raise UpstreamError("connection reset", sent=True)
         if what == "reset":
             raise CallLost("connection reset", retry=True)
         if what == "refused":
@@ -82,6 +86,10 @@ class ScriptedWire:
             raise KeyError("no such thing")
         if what == "bad":
             raise CallLost("answered 400", retry=False)
+
+    async def died(self, to: InstanceInfo) -> bool:
+        """Whether it listens no more."""
+        return to.id in self.dead
 
     async def prefill(self, to: InstanceInfo, request: Request, body: bytes) -> Prefilled:
         """Returns one token after the prompt."""

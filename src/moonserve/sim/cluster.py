@@ -365,7 +365,14 @@ class Simulation:
         served.wasted_us = served.prefill_us
         length = served.row.input_tokens + served.generated
         failed = CallFailed(
-            served.id, number, "instance lost", True, length, served.keys, member=member
+            served.id,
+            number,
+            "instance lost",
+            True,
+            length,
+            served.keys,
+            member=member,
+            died=0 if who is None else who.info.epoch,
         )
         self._facts.append(failed)
 

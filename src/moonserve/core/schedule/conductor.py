@@ -308,10 +308,17 @@ class Conductor:
                 why_all = f"instance {instance} is gone: {why}"
                 self._actions.append(Abort(life.request.id, life.number, why_all))
 
-    def _forget(self, absent: InstanceId | None) -> None:
-        """Remove an instance that refuses connections. It joins again with its next heartbeat."""
-        if absent is not None:
+    def _forget(self, absent: InstanceId | None, fact: LifeFact) -> None:
+        """Remove an instance that refuses connections, as this fact reports. It joins again with
+        its next heartbeat."""
+        if absent is None or not isinstance(fact, CallFailed):
+            return
+        if not fact.died:
             self._lose(absent, "it refuses connections")
+        elif absent in self.view.instances and self.view.instances[absent].info.epoch == fact.died:
+            for life in self._lives.values():
+                life.doomed |= absent in life.at
+            self._lose(absent, "it died")
 
     # Lives.
 
@@ -334,7 +341,7 @@ class Conductor:
             case End(failure):
                 self._forecast.learn(fact, life.request, self._decoder(life), now_us)
                 self._end(life, failure, now_us)
-                self._forget(absent)
+                self._forget(absent, fact)
             case StartDecode() if life.decision is not None and life.decision.joint:
                 self._decode_on(life, life.decision, now_us)
             case StartDecode() if self._held:
@@ -343,11 +350,11 @@ class Conductor:
                 self._decode(life, now_us)
             case Place():
                 self._unplace(life, now_us)
-                self._forget(absent)
+                self._forget(absent, fact)
                 self._place(life, now_us)
             case Pause():
                 self._unplace(life, now_us)
-                self._forget(absent)
+                self._forget(absent, fact)
                 self._paused[life.request.id] = now_us + PAUSE_US
             case Wait():
                 pass

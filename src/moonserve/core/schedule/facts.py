@@ -252,6 +252,9 @@ class CallFailed(_OfRequest, frozen=True, tag=True):
     unreachable: bool = False
     member: InstanceId | None = None
     """The instance of a group that failed; None: the instance that the call went to."""
+    died: int = 0
+    """The epoch of that instance if it had the call, and nothing listens at its address any more;
+    0: that is not known."""
 
 
 class ClientGone(_OfRequest, frozen=True, tag=True):

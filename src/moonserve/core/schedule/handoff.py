@@ -11,6 +11,8 @@ A request without a token is given up after MAX_ATTEMPTS failed calls. One that 
 its client could not send it again. After as many failed calls without a token of decode between
 them it pauses before each further call, and is given up when `patience_us` have passed as well,
 counted from its first token at the earliest.
+A request may itself be what kills instances. After MAX_DEATHS instances have died while they had a
+call of it, without a token of decode from that call, it is given up, whether it has tokens or not.
 A life that another Conductor began goes on here with the same call and its number.
 Every call to an instance is numbered. An outcome with an older number has no effect, so that a late
 reply of an aborted call cannot move the life. Every life reaches ENDED once; the Conductor releases
@@ -42,6 +44,11 @@ MAX_ATTEMPTS = 3
 """Failed calls after which a request without a token is given up, and another one pauses. Calls
 that no instance received do not count: a restart must not use up the attempts that are meant for
 faults."""
+
+
+MAX_DEATHS = 2
+"""Instances that a request may take with it. Others that shared both of them with it are given up
+too, unless decode gave them a token between; so it is not 1."""
 
 
 class Phase(enum.Enum):
@@ -98,6 +105,10 @@ class Handoff:
         received them."""
         self.tries = 0
         """All failed calls since then."""
+        self.deaths = 0
+        """Instances that have died since then while they had a call of it."""
+        self.doomed = False
+        """Whether the instance of the call that is out has died, as another call has shown."""
         self.stalled_us: Micros | None = None
         """When the first call failed since then; None: none has."""
         self.decision: Decision | None = None
@@ -145,6 +156,7 @@ class Handoff:
         self.phase = Phase.PREFILL
         self.decision = None
         self.at = []
+        self.doomed = False
         self.number += 1  # what the last call still reports is stale
 
     def decoding(self, instance: InstanceId) -> int:
@@ -171,9 +183,9 @@ class Handoff:
 
     def absent(self, fact: LifeFact) -> InstanceId | None:
         """The instance that refuses connections, if this fact reports that of the call now out."""
-        if isinstance(fact, CallFailed) and fact.unreachable and fact.number == self.number:
-            return self._who(fact)
-        return None
+        if not isinstance(fact, CallFailed) or fact.number != self.number:
+            return None
+        return self._who(fact) if fact.unreachable or fact.died else None
 
     def _who(self, fact: CallFailed) -> InstanceId | None:
         """Which instance failed the call that is out."""
@@ -224,6 +236,8 @@ class Handoff:
         self.begun |= fresh > 0
         if fresh > 1:  # decode has given a token too, not only prefill
             self._forgive()
+        elif fact.died or self.doomed:
+            self.deaths += 1
         instance = self._who(fact)
         if instance is not None and instance not in self.failed:
             self.failed.append(instance)
@@ -234,12 +248,14 @@ class Handoff:
 
     def _forgive(self) -> None:
         """What failed before this token does not count any more."""
-        self.failures = self.tries = 0
+        self.failures = self.tries = self.deaths = 0
         self.stalled_us = None
         self.failed.clear()
 
     def _again(self, why: str, now_us: Micros, patience_us: Micros) -> Next:
         """Whether to place it again, after a failure."""
+        if self.deaths >= MAX_DEATHS:
+            return self._over(f"{self.deaths} instances died while they had this request: {why}")
         self.tries += 1
         if self.stalled_us is None:
             self.stalled_us = now_us

@@ -19,6 +19,7 @@ from moonserve.core.errors import MoonserveError, NobodyAlive
 from moonserve.core.kv.keys import KeyChain, Namespace
 from moonserve.core.request import Request
 from moonserve.core.schedule.actions import Decode, Prefill
+from moonserve.core.schedule.facts import InstanceInfo
 from moonserve.core.schedule.record import PrefillTimes
 from moonserve.core.units import BlockKey, InstanceId, LeaseId, Tokens, lease_of
 from moonserve.live.drive.connectors import embedded
@@ -123,6 +124,10 @@ class TokenCalls:
     def known(self) -> tuple[Tokens, tuple[BlockKey, ...]]:
         """See Calls. Includes every token that was generated so far."""
         return len(self._known), self._chain.of(self._known)
+
+    async def died(self, instance: InstanceInfo) -> bool:
+        """See Calls."""
+        return await self._wire.died(instance)
 
     async def prefill(self, action: Prefill, life: Life) -> Output:
         """See Calls. Returns the next token."""

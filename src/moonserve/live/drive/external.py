@@ -96,6 +96,10 @@ class EngineCalls:
         """See Calls. It is the prompt."""
         return self._prompt.length, self._prompt.keys
 
+    async def died(self, instance: InstanceInfo) -> bool:
+        """See Calls."""
+        return await self._caller.http.refuses(instance.url)
+
     async def prefill(self, action: Prefill, life: Life) -> Piece | None:
         """See Calls."""
         to, decision = action.to, action.decision

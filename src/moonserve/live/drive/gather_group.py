@@ -69,5 +69,9 @@ def _blame(tasks: Mapping[asyncio.Task[Prefilled], InstanceId]) -> CallLost:
         return CallLost("internal error", member=member)
     lost = CallLost.of(error)
     return CallLost(
-        plain(lost, member), member=member, detail=lost.in_full, unreachable=lost.unreachable
+        plain(lost, member),
+        member=member,
+        detail=lost.in_full,
+        unreachable=lost.unreachable,
+        broke=lost.broke,
     )

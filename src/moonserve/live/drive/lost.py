@@ -101,11 +101,13 @@ class CallLost(MoonserveError):
         detail: str = "",
         retry: bool = True,
         unreachable: bool = False,
+        broke: bool = False,
     ) -> None:
         """member: the instance to blame, if it is not the one that was called; busy: its answer
         that it takes no more requests now, which the client gets if every retry fails; detail: what
         only the log has, such as the engine's own text; retry: whether another instance may do
-        better; unreachable: nothing listens at its address.
+        better; unreachable: nothing listens at its address; broke: the connection broke off after
+        the call was sent, so its process may have died.
         """
         super().__init__(why)
         self.detail = detail
@@ -113,6 +115,7 @@ class CallLost(MoonserveError):
         self.busy = busy
         self.retry = retry
         self.unreachable = unreachable
+        self.broke = broke
 
     @staticmethod
     def of(error: MoonserveError) -> CallLost:
@@ -121,7 +124,7 @@ class CallLost(MoonserveError):
             return error
         if isinstance(error, UpstreamError) and not error.sent:
             return CallLost("it cannot be reached", detail=str(error), unreachable=True)
-        return CallLost(str(error))
+        return CallLost(str(error), broke=isinstance(error, UpstreamError))
 
     @property
     def in_full(self) -> str:

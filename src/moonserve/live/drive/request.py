@@ -29,6 +29,7 @@ from moonserve.core.schedule.facts import (
     CallFailed,
     ClientGone,
     DecodeEnded,
+    InstanceInfo,
     PrefillEnded,
     StageEnded,
 )
@@ -127,6 +128,9 @@ class Calls(Protocol[PieceT_co]):
         True: the reply has ended; False: `sink` has returned False.
         """
 
+    async def died(self, instance: InstanceInfo) -> bool:
+        """Whether nothing listens any more at the address of an instance whose call broke off."""
+
     def known(self) -> tuple[Tokens, tuple[BlockKey, ...]]:
         """Length and block keys of prompt plus generated tokens; of the prompt alone if the calls
         do not resume."""
@@ -167,6 +171,8 @@ class RequestDriver(Generic[PieceT]):
         """Whether the current call's pieces go to the client."""
         self._called: InstanceId | None = None
         """The instance that was called last."""
+        self._members: tuple[InstanceInfo, ...] = ()
+        """All instances of that call."""
         self._failed: InstanceId | None = None
         """The instance whose call failed last."""
         self._lost: CallLost | None = None
@@ -291,6 +297,7 @@ class RequestDriver(Generic[PieceT]):
         """Make one call and wait for its first piece."""
         self.inbox.out(action.number)
         self._called = action.to.id
+        self._members = (*(action.group if isinstance(action, Prefill) else ()), action.to)
         self._prefilling = isinstance(action, Prefill)
         called_s = self._loop.time()
         try:
@@ -380,20 +387,30 @@ class RequestDriver(Generic[PieceT]):
             log.error(
                 "%s: the call to %s met a bug", self._request.id, self._called, exc_info=error
             )
+        died = await self._died(lost)
         if not retry:
-            self._break_off(lost)
+            self._break_off(lost, died)
             raise EngineFailed(plain(lost, self._called))
-        self._report(lost, lost.retry)
+        self._report(lost, lost.retry, died)
         self._lost, self._failed = lost, self._called
         self._reading = False
         self.inbox.out(0)
 
-    def _break_off(self, lost: CallLost) -> None:
+    async def _died(self, lost: CallLost) -> int:
+        """The epoch of the instance to blame if it is known to have ended under this call; else
+        0."""
+        if lost.broke:
+            for it in self._members:
+                if it.id == (lost.member or self._called) and await self._calls.died(it):
+                    return it.epoch
+        return 0
+
+    def _break_off(self, lost: CallLost, died: int) -> None:
         """End the reply, because the client has a part of it that no instance can complete."""
-        self._report(lost, retry=False)
+        self._report(lost, False, died)
         self._end("failed")
 
-    def _report(self, lost: CallLost, retry: bool) -> None:
+    def _report(self, lost: CallLost, retry: bool, died: int) -> None:
         assert self._called is not None, "a call was out"
         length, keys = self._calls.known()
         self._conductor.tell(
@@ -406,6 +423,7 @@ class RequestDriver(Generic[PieceT]):
                 keys=keys,
                 unreachable=lost.unreachable,
                 member=lost.member,
+                died=died,
             )
         )
 

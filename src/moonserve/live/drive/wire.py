@@ -162,6 +162,10 @@ class WireClient:
             while await reply.take() is not None:
                 pass  # so that the connection can be used again
 
+    async def died(self, instance: InstanceInfo) -> bool:
+        """Whether nothing listens at the address of a worker any more."""
+        return await self._http.refuses(instance.url)
+
     def _headers(self, request: Request) -> dict[str, str]:
         headers = {"content-type": "application/json", "x-request-id": request.id}
         term = self._orders.term()

@@ -663,6 +663,22 @@ class HttpClient:
         except TimeoutError:
             raise DeadlineExceeded(f"GET {url}: no reply within {timeout_s:g} s") from None
 
+    async def refuses(self, url: str, within_s: float = 0.5) -> bool:
+        """Whether the address of this URL refuses connections, so that no process listens there.
+
+        False: it accepts them, or that cannot be learned in this time.
+        """
+        target = parse(url)
+        try:
+            async with asyncio.timeout(within_s):
+                _, writer = await asyncio.open_connection(target.host, target.port)
+        except ConnectionRefusedError:
+            return True
+        except (OSError, TimeoutError):
+            return False
+        writer.close()
+        return False
+
     async def close(self) -> None:
         """Call `cut`, and let the waiting calls see it."""
         self.cut()
@@ -722,6 +738,7 @@ class HttpClient:
         """
         bodiless = asked.method == "HEAD"
         connection = self._pick(host)
+        sent = connection is not None
         if connection is not None:
             connection.watch_until(deadline_s)
             try:
@@ -734,7 +751,10 @@ class HttpClient:
                 connection.abort()
                 raise
         async with asyncio.timeout_at(deadline_s):
-            connection = await self._connect(target)
+            try:
+                connection = await self._connect(target)
+            except UpstreamError as error:
+                raise UpstreamError(str(error), sent=sent) from None
         connection.watch_until(deadline_s)
         try:
             await connection.send(data, bodiless=bodiless)
