@@ -54,7 +54,7 @@ class _Reply(msgspec.Struct):
     index: str
 
 
-class _Instance(msgspec.Struct):
+class _Listed(msgspec.Struct):
     """What /api/instances returns of one instance, as far as it is read here."""
 
     id: str
@@ -151,8 +151,8 @@ def _asked(entry: ConductorEntry, client: Client) -> Standing:
     return known
 
 
-def _rows(client: Client) -> list[_Instance]:
-    return sorted(client.get_as("/api/instances", list[_Instance]), key=lambda it: it.id)
+def _rows(client: Client) -> list[_Listed]:
+    return sorted(client.get_as("/api/instances", list[_Listed]), key=lambda it: it.id)
 
 
 def _shown(conductors: Sequence[Standing]) -> list[str]:
@@ -170,7 +170,7 @@ def _shown(conductors: Sequence[Standing]) -> list[str]:
     return [*table(rows, 4), *problems, ""]
 
 
-def _listed(rows: Sequence[_Instance]) -> list[str]:
+def _listed(rows: Sequence[_Listed]) -> list[str]:
     from moonserve.show.table import table
 
     if not rows:
