@@ -106,7 +106,7 @@ def test_a_request_that_takes_less_may_begin_later() -> None:
     """What is known of its prefill changes, and with it the time by which it must begin."""
     room = room_of(waiter("a", 20, lacks="x"))
     assert [w.request for w in room.hopeless(11 * S)] == ["a"]
-    room.takes(RequestId("a"), 2 * S, None)
+    room.takes(RequestId("a"), 2 * S, None, 0)
     assert room.hopeless(11 * S) == []
     assert room.first_due_us(11 * S) == 28 * S
     assert room.work_us == 2 * S

@@ -224,10 +224,10 @@ class RoomMachine(RuleBasedStateMachine):
         old = self.plain.waiting[pick % len(self.plain.waiting)]
         self.plain.parted(self.now_us)
         assert self.room.everybody(self.now_us)
-        self.room.takes(old.request, work_us, lacks)
+        self.room.takes(old.request, work_us, lacks, 0)
         if (old.work_us, old.lacks) != (work_us, lacks):
             self.plain.waiting.remove(old)
-            self.plain.waiting.append(old.taking(work_us, lacks))
+            self.plain.waiting.append(old.taking(work_us, lacks, 0))
             self.plain.late.discard(old.request)
 
     @rule(

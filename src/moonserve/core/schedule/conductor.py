@@ -694,18 +694,19 @@ class Conductor:
             if last is life:
                 return
         slo = self._objectives.own(request)
-        takes_us, lacks = self._takes(life, prefills)
+        takes_us, lacks, has = self._takes(life, prefills)
         came_us = now_us if life.leases else life.arrived_us
-        room.add(Waiter.of(request, slo, came_us, takes_us, bool(life.leases), lacks))
+        room.add(Waiter.of(request, slo, came_us, takes_us, bool(life.leases), lacks, has))
 
     def _takes(
         self, life: Handoff, prefills: Sequence[InstanceView]
-    ) -> tuple[Micros, BlockKey | None]:
-        """The prefill time of a life that waits, and the first block of it that nobody has."""
+    ) -> tuple[Micros, BlockKey | None, int]:
+        """The prefill time of a life that waits, the first block of it that nobody has, and how
+        many come before that one."""
         there = self.index.match(life.keys).pool
         lacks = life.keys[there] if there < len(life.keys) else None
         slo = self._objectives.own(life.request)
-        return groups.work_us(prefills, life.length, there, slo, self.tuning), lacks
+        return groups.work_us(prefills, life.length, there, slo, self.tuning), lacks, there
 
     def _look_again(self, room: WaitingRoom, waiters: Iterable[Waiter]) -> bool:
         """Look up what these lives take by now; whether one takes another time than was known."""
@@ -758,6 +759,8 @@ class Conductor:
         held: set[RequestId] = set()
         """Requests that only busy instances can take, or that wait for a prefix: others may pass
         them."""
+        waits: set[RequestId] = set()
+        """Those of them that wait for a prefix, and for which others were there to go."""
         known: set[RequestId] = set()
         """Requests that were looked up again."""
         now: set[RequestId] = set()
@@ -777,6 +780,12 @@ class Conductor:
                 known.add(first.request)
                 if self._look_again(room, [first]):
                     continue
+            earlier = room.earlier_alike(first, held)
+            if earlier is not None and earlier.request not in known:
+                known.add(earlier.request)
+                self._look_again(room, [earlier])
+                continue
+            first = earlier or first
             life = self._lives[first.request]
             if not admission.fits(life.length, prefills, decodes):
                 room.remove(first.request)  # the instance that it waited for is gone
@@ -797,9 +806,12 @@ class Conductor:
                     held.add(first.request)
                 elif other is not None and other.priority == first.priority:
                     held.add(first.request)
+                    waits.add(first.request)
                     least = first.priority
-                else:
-                    now.add(first.request)
+                else:  # all wait for it
+                    goes = (room.earlier_alike(first, held - waits) or first).request
+                    held.discard(goes)
+                    now.add(goes)
                 continue
             roles = self._roles(model, role.only(free, kept=True), fitting)
             verdict = self._decide_and_note(life, roles, now_us)

@@ -17,6 +17,9 @@ request takes from those behind it count beside its own TTFT, and more so as loa
 - Deferred requests go when no other request waits, and else get SHARE of the prefill time, first
   come first served. That bounds their wait: a request with W seconds of deferred work before it,
   its own included, begins by the time that W / SHARE seconds of prefill were given to others.
+- Some requests are alike: in size, objectives, priority, tenant, and in how much of their prompts
+  the pool holds. The first of these goes first, although what is known of it may be older: costs
+  are learned meanwhile.
 - Tenants take turns by the prefill time that they received (start-time fair queueing; Goyal, Vin
   and Cheng, 1996). The rules above are the order within the tenant whose turn it is.
 
@@ -68,6 +71,9 @@ class Waiter(Frozen, frozen=True):
     """Of its prompt."""
     lacks: BlockKey | None = None
     """The first block of its prompt that nobody has; None: all are there."""
+    has: int = 0
+    """Blocks of its prompt before that one. Blocks may have been evicted since, but no more may
+    have come, for then it is looked up again."""
 
     @classmethod
     def of(
@@ -78,6 +84,7 @@ class Waiter(Frozen, frozen=True):
         work_us: Micros,
         resumed: bool,
         lacks: BlockKey | None = None,
+        has: int = 0,
     ) -> Waiter:
         """A request that arrived at `came_us`. A resumed one has no TTFT objective: its client may
         have tokens already."""
@@ -93,14 +100,15 @@ class Waiter(Frozen, frozen=True):
             request.party.name,
             request.length,
             lacks,
+            has,
         )
 
-    def taking(self, work_us: Micros, lacks: BlockKey | None) -> Waiter:
+    def taking(self, work_us: Micros, lacks: BlockKey | None, has: int) -> Waiter:
         """The same, now that its prefill takes another time."""
         due_us = self.due_us
         if due_us is not None:
             due_us += self.work_us - work_us
-        return msgspec.structs.replace(self, work_us=work_us, due_us=due_us, lacks=lacks)
+        return msgspec.structs.replace(self, work_us=work_us, due_us=due_us, lacks=lacks, has=has)
 
     @property
     def begin_us(self) -> Micros:
@@ -114,8 +122,8 @@ class _Entry:
     """A waiting request, with what choices read of it again and again."""
 
     __slots__ = (
-        "arrival", "arrived_us", "begin_us", "is_late", "lacks", "number", "order", "priority",
-        "request", "resumed", "safe_us", "sure_us", "tokens", "waiter", "work_us",
+        "arrival", "arrived_us", "begin_us", "is_late", "kind", "lacks", "number", "order",
+        "priority", "request", "resumed", "safe_us", "sure_us", "tokens", "waiter", "work_us",
     )  # fmt: skip
 
     def __init__(self, waiter: Waiter, number: int) -> None:
@@ -140,6 +148,10 @@ class _Entry:
         self.is_late = False
         """Whether it stands among the late ones."""
         self.arrived_us = waiter.arrived_us
+        self.kind = (
+            waiter.priority, waiter.resumed, waiter.tenant, waiter.tokens, allowed_us, waiter.tbt_us
+        )  # fmt: skip
+        """What it has in common with those that are alike."""
         self.arrival = (waiter.arrived_us, waiter.request)
         self.order = (-waiter.priority, not waiter.resumed, begin_us, *self.arrival)
         """By priority, then resumed ones first, then the earliest begin."""
@@ -189,6 +201,8 @@ class WaitingRoom:
         self._groups: dict[BlockKey, dict[RequestId, _Entry]] = {}
         """Timely requests by the block that they lack first. The first of a group computes what the
         others reuse."""
+        self._alike: dict[tuple[object, ...], dict[RequestId, _Entry]] = {}
+        """All of both by kind, in the order in which they came in."""
         self._owed_us = 0.0
         """Prefill time that deferred requests may claim."""
         self._repays = False
@@ -221,6 +235,7 @@ class WaitingRoom:
     def _enter(self, entry: _Entry) -> None:
         waiter = entry.waiter
         self._entries[entry.request] = entry
+        self._alike.setdefault(entry.kind, {})[entry.request] = entry
         insort(self._timely, entry, key=_ORDER)
         if not entry.resumed:
             begin_us = entry.begin_us
@@ -269,9 +284,19 @@ class WaitingRoom:
 
     def remove(self, request: RequestId) -> Waiter | None:
         """Remove a request; None if it does not wait here."""
-        entry = self._entries.pop(request, None)
+        entry = self._entries.get(request)
         if entry is None:
             return None
+        del self._entries[request]
+        alike = self._alike[entry.kind]
+        del alike[request]
+        if not alike:
+            del self._alike[entry.kind]
+        self._take_out(entry)
+        return entry.waiter
+
+    def _take_out(self, entry: _Entry) -> None:
+        """The opposite of `_enter`, except where it stands by its name only."""
         if entry.is_late:
             del self._late[bisect_left(self._late, entry.arrival, key=_ARRIVAL)]
         else:
@@ -286,7 +311,6 @@ class WaitingRoom:
         self._goals[waiter.tbt_us] -= 1
         if not self._goals[waiter.tbt_us]:
             del self._goals[waiter.tbt_us]
-        return waiter
 
     def _ungroup(self, entry: _Entry) -> None:
         if entry.lacks is not None:
@@ -302,16 +326,30 @@ class WaitingRoom:
         groups = [self._groups[key] for key in keys if key in self._groups]
         return [entry.waiter for group in groups for entry in group.values()]
 
-    def takes(self, request: RequestId, work_us: Micros, lacks: BlockKey | None) -> bool:
-        """The prefill of a request takes this time now, and lacks this block first; whether that is
-        new."""
-        waiter = self._entries[request].waiter
-        if (work_us, lacks) == (waiter.work_us, waiter.lacks):
+    def takes(self, request: RequestId, work_us: Micros, lacks: BlockKey | None, has: int) -> bool:
+        """The prefill of a request takes this time now, and lacks this block first, the one after
+        `has`; whether that is new."""
+        old = self._entries[request]
+        waiter = old.waiter
+        if (work_us, lacks, has) == (waiter.work_us, waiter.lacks, waiter.has):
             return False
-        entry = _Entry(waiter.taking(work_us, lacks), self._entries[request].number)
-        self.remove(request)
-        self._enter(entry)
+        self._take_out(old)
+        self._enter(_Entry(waiter.taking(work_us, lacks, has), old.number))
         return True
+
+    def earlier_alike(self, waiter: Waiter, held: Collection[RequestId]) -> Waiter | None:
+        """A request that is to go in place of this one: it is alike, came before, and perhaps the
+        pool holds as much of it. None: there is none that could go now and is not late."""
+        entry = self._entries[waiter.request]
+        if entry.is_late:
+            return None
+        for other in self._alike[entry.kind].values():
+            if other is entry:
+                break
+            before = other.waiter.has >= waiter.has and other.arrival < entry.arrival
+            if before and not (other.is_late or other.request in held or self._lacks_room(other)):
+                return other.waiter
+        return None
 
     def gives_way(self, request: Request) -> RequestId:
         """The request that is one too many when this one arrives: of the lowest priority, the last
