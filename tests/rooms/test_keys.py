@@ -383,7 +383,14 @@ def test_limits_hold_and_are_counted(tmp_path: Path) -> None:
             assert 20 <= int(reply.headers["retry-after"]) <= 30
             assert (await it.complete("b")).status == 200
             assert fault(await it.complete("b"))[0] == 429
+            assert (await it.complete("a", **{"x-moonserve-tenant": "other"})).status == 403
+            assert (await it.call("GET", "/api/instances", **bearer("a"))).status == 403
+            assert (await it.complete("nobody's")).status == 401
             page = (await it.call("GET", "/metrics")).body.decode()
+            refused = 'moonserve_key_refusals_total{key="%s",reason="%s"} %.1f'
+            reasons = ("a key_limit", "b key_limit", "a terms", "a scope", " unknown")
+            for key, reason in (it.split(" ") for it in reasons):
+                assert refused % (key, reason, 1) in page
             assert 'moonserve_rejected_requests_total{reason="key_limit"} 2.0' in page
 
     asyncio.run(test())

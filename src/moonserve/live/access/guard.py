@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 from moonserve.core.errors import Forbidden, Unauthorized
 from moonserve.live.access.cors import Cors
 from moonserve.live.access.keys import ApiKey, Keys
+from moonserve.live.access.refusals import KeyRefusals
 from moonserve.live.access.scopes import Scope, scope_of
 from moonserve.live.http.auth import is_loopback
 from moonserve.live.http.message import HttpRequest
@@ -44,6 +45,8 @@ class Guard:
         self._open = frozenset(open_to_all)
         self._keys = keys
         self._cors = cors
+        self.refusals = KeyRefusals()
+        """What was refused for the sake of a key."""
 
     def admit(self, request: HttpRequest) -> None:
         """Raise Unauthorized or Forbidden unless this request may be served."""
@@ -65,6 +68,7 @@ class Guard:
             )
         key = self._found(self._keys, request)
         if not key.may(scope):
+            self.refusals.count(key.name, "scope")
             raise Forbidden(
                 f"key {key.name} has no scope {scope}; it has {', '.join(key.scopes)}",
                 "authorization",
@@ -89,6 +93,7 @@ class Guard:
         secret = _secret(request.headers)
         key = keys.find(secret)
         if key is None:
+            self.refusals.count("", "unknown")
             what = "the API key is unknown or was revoked" if secret else "no API key was sent"
             raise Unauthorized(
                 f"{what}; send yours as `Authorization: Bearer KEY`, or as `x-api-key: KEY`",

@@ -13,11 +13,13 @@ from typing import Protocol
 
 import msgspec
 
-from moonserve.core.errors import NobodyAlive
+from moonserve.core.errors import Forbidden, NobodyAlive, Overloaded
 from moonserve.core.units import Tokens
 from moonserve.live.access.cors import Cors
 from moonserve.live.access.guard import Guard
+from moonserve.live.access.keys import ApiKey
 from moonserve.live.access.meter import UNCOUNTED, CountedCall, Meter
+from moonserve.live.access.refusals import Reason
 from moonserve.live.access.terms import ClientTerms, terms_of
 from moonserve.live.api.exchange import Exchange
 from moonserve.live.api.limiter import SMALL_BODY_BYTES, Limiter, Limits, network
@@ -104,6 +106,8 @@ class Front:
         self._created = int(time.time())
         self._health = health or Health()
         self._guard = guard
+        if guard is not None:
+            self.metrics.registry.register(guard.refusals)
         self._meter = meter
         self._salted = salted
         self._cors = cors
@@ -154,7 +158,11 @@ class Front:
         if why := self._health.undecided():
             raise NobodyAlive(why)
         key = None if self._guard is None else self._guard.key_of(http)
-        terms = terms_of(http.headers, key, self._salted, network(http.address))
+        try:
+            terms = terms_of(http.headers, key, self._salted, network(http.address))
+        except Forbidden:
+            self._refused(key, "terms")
+            raise
         party = terms.party
         call: CountedCall = UNCOUNTED
         counted: Exchange | None = None
@@ -176,7 +184,7 @@ class Front:
             try:
                 http.cancel_on_disconnect()
                 if key is not None and self._meter is not None and key.limits.counted:
-                    call = await self._meter.enter(key)
+                    call = await self._entered(self._meter, key)
                 if len(body) > SMALL_BODY_BYTES:
                     longest = max((card.max_len for card in self._backend.cards()), default=0)
                     await self._limiter.decoding_turn(party, body, longest)
@@ -196,6 +204,18 @@ class Front:
         finally:
             if not streams:  # a stream is closed by the HTTP server
                 await exchange.aclose()
+
+    async def _entered(self, meter: Meter, key: ApiKey) -> CountedCall:
+        """Count a request of a key with limits. Raises Overloaded: it is over one of them."""
+        try:
+            return await meter.enter(key)
+        except Overloaded:
+            self._refused(key, "key_limit")
+            raise
+
+    def _refused(self, key: ApiKey | None, reason: Reason) -> None:
+        if self._guard is not None and key is not None:
+            self._guard.refusals.count(key.name, reason)
 
     async def _list_models(self, request: HttpRequest) -> Response:
         return json_response(ModelList([self._entry(card) for card in self._backend.cards()]))
