@@ -92,6 +92,20 @@ def learned(engine: Engine) -> float:
     return sum(abs(a - b) / b for a, b in zip(found, true, strict=True)) / len(asked)
 
 
+def test_a_call_whose_time_is_doubtful_spoils_its_span_only() -> None:
+    """Nothing is learned of it, nor of those beside it; the next one is learned from."""
+    watch = CallWatch(CHUNK)
+    first, second = (began(watch, 0, "prefill", 1_000, 0) for _ in range(2))
+    first.doubtful = True
+    watch.answered(100, first, 0)
+    watch.answered(40_000, second, 0)
+    assert watch.take(40_000)[0] == ()
+    third = began(watch, 50_000, "prefill", 1_000, 0)
+    watch.answered(80_000, third, 0)
+    [learned] = watch.take(80_000)[0]
+    assert (learned.prefill_new, learned.elapsed_us) == (1_000, 30_000)
+
+
 @pytest.mark.parametrize(
     ("load", "together", "within"),
     [

@@ -9,12 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import pytest
 
+from moonserve.core.schedule.observed import CallWatch
 from moonserve.core.units import InstanceId
 from moonserve.live.access.keys import ApiKey, KeyLimits, hash_of
 from moonserve.live.access.scopes import Scope
 from moonserve.live.access.sources import changed_file
 from moonserve.live.control.config import GatewayConfig
+from moonserve.live.external.fleet import WatchedCall
 from moonserve.live.external.spec import InstanceSpec
 from moonserve.live.http.auth import bearer
 from moonserve.live.http.client import HttpClient
@@ -233,6 +236,18 @@ def test_calls_teach_the_fleet(tmp_path: Path) -> None:
         assert passes or conductor.core.view.instances[InstanceId("p0")].cost.known
 
     run(use, tmp_path)
+
+
+@pytest.mark.parametrize(("seen_us", "learned"), [(48_000, True), (50_000, True), (300, False)])
+def test_reports_that_came_late_or_again_teach_no_time(seen_us: int, learned: bool) -> None:
+    """A front's clock says how long an engine took. If the reports came with another time between
+    them, the process was held up, or another Conductor led before."""
+    now_us = [0]
+    watch = CallWatch(256)
+    call = WatchedCall("prefill", 1_000, 0, True, watch, lambda: now_us[0])
+    now_us[0] = seen_us
+    call.answered_after(48_000, 0)
+    assert bool(watch.take(seen_us)[0]) is learned
 
 
 def test_limits_of_a_key_hold_for_all_fronts_together(tmp_path: Path) -> None:

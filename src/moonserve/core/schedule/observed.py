@@ -11,8 +11,9 @@ computing time:
   the end of its prefill is unknown; unless it has one token only, it must have the span to itself.
 - Decode: as long as no call begins or ends and none prefills, every decode gets one token a pass.
 
-A span in which a call failed, or in which requests of others waited, is not learned from. The
-external fleet's monitor feeds it, on the gateway's clock; no call is kept beyond its end.
+A span is not learned from if a call failed in it, if requests of others waited, or if the times of
+a call are doubtful. The external fleet's monitor feeds it, on the gateway's clock; no call is kept
+beyond its end.
 """
 
 from __future__ import annotations
@@ -50,6 +51,7 @@ class ObservedCall:
         "_span",
         "cached",
         "count",
+        "doubtful",
         "heard",
         "part",
         "predicted",
@@ -66,6 +68,8 @@ class ObservedCall:
         self.streams = streams
         self.count: Tokens = 0
         self.cached: Tokens | None = None
+        self.doubtful = False
+        """Whether the time from its beginning to its answer may be another than was reported."""
         self.heard = False
         """Whether its answer or its end was reported: a later answer is ignored."""
         self._span: _Span | None = None
@@ -204,6 +208,7 @@ class CallWatch:
             apart = not span.calls or now_us - span.end[0] > span.apart_us()
             if apart and len(span.calls) >= _SPAN_CALLS:
                 span = self._next(span)
+            span.spoiled |= call.doubtful
             span.passes += apart
             span.calls.append(call)
             span.unknown += 1

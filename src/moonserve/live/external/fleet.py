@@ -48,6 +48,10 @@ class Unknown(BadRequest):
     status = 404
 
 
+_LEAST_OFF_US: Micros = 2_000
+"""By so much a time may always be off."""
+
+
 class _Kept(msgspec.Struct):
     source: str
     monitor: EngineMonitor
@@ -57,7 +61,7 @@ class _Kept(msgspec.Struct):
 class WatchedCall(observed.ObservedCall):
     """An OutgoingCall, reported to its instance's Watch with the gateway's clock."""
 
-    __slots__ = ("_now_us", "_watch")
+    __slots__ = ("_began_us", "_now_us", "_watch")
 
     def __init__(
         self,
@@ -71,11 +75,19 @@ class WatchedCall(observed.ObservedCall):
         super().__init__(part, prompt, predicted, streams)
         self._watch = watch
         self._now_us = now_us
-        watch.began(now_us(), self)
+        self._began_us = now_us()
+        watch.began(self._began_us, self)
 
     def answered(self, cached: Tokens | None) -> None:
         """See OutgoingCall."""
         self._watch.answered(self._now_us(), self, cached)
+
+    def answered_after(self, after_us: Micros, cached: Tokens | None) -> None:
+        """As `answered`, of a call of another process, which has measured this time since it
+        began. If its reports came with other delays, nothing is learned of the time."""
+        seen_us = self._now_us() - self._began_us
+        self.doubtful = abs(seen_us - after_us) > max(_LEAST_OFF_US, after_us // 10)
+        self.answered(cached)
 
     def ended(self, cached: Tokens | None = None) -> None:
         """See OutgoingCall."""

@@ -138,7 +138,7 @@ class RemoteFleet:
 class Noted:
     """One call to an engine; reports to the Conductor's process. See ports.OutgoingCall."""
 
-    __slots__ = ("_calls", "_conductor", "_number", "count", "said")
+    __slots__ = ("_began_us", "_calls", "_conductor", "_number", "count", "said")
 
     def __init__(
         self, began: wire.CallBegan, conductor: RemoteConductor, calls: dict[int, Noted]
@@ -147,13 +147,15 @@ class Noted:
         self.count: Tokens = 0
         self.said: list[wire.CallBegan | wire.CallAnswered] = [began]
         """What the Conductor has been told of it."""
+        self._began_us = conductor.now_us()
         self._number = began.number
         self._conductor = conductor
         self._calls = calls
 
     def answered(self, cached: Tokens | None) -> None:
         """See ports.OutgoingCall."""
-        answered = wire.CallAnswered(self._number, self.count, cached)
+        after_us = self._conductor.now_us() - self._began_us
+        answered = wire.CallAnswered(self._number, self.count, cached, after_us)
         self.said.append(answered)
         self._conductor.notify(answered)
 

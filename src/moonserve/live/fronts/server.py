@@ -23,14 +23,13 @@ from moonserve.core.units import RequestId
 from moonserve.live.access.meter import LocalMeter, MeteredCall
 from moonserve.live.control.leadership import Leadership
 from moonserve.live.control.loop import ConductorLoop
-from moonserve.live.external.fleet import Fleet
+from moonserve.live.external.fleet import Fleet, WatchedCall
 from moonserve.live.external.monitor import POOL
 from moonserve.live.fronts import wire
 from moonserve.live.fronts.counts import Family, lasting, summed
 from moonserve.live.http.message import HttpRequest
 from moonserve.live.http.server import Routes
 from moonserve.live.http.switch import Switch
-from moonserve.live.ports import OutgoingCall
 from moonserve.live.rpc.connection import ConnectionLimits, RpcConnection
 
 log = logging.getLogger(__name__)
@@ -244,9 +243,9 @@ class FrontServer:
                 if self._fleet is not None:
                     began = self._fleet.began(instance, part, prompt, predicted, streams)
                     link.outgoing[number] = began
-            case wire.CallAnswered(number, count, cached) if number in link.outgoing:
+            case wire.CallAnswered(number, count, cached, after_us) if number in link.outgoing:
                 link.outgoing[number].count = count
-                link.outgoing[number].answered(cached)
+                link.outgoing[number].answered_after(after_us, cached)
             case wire.CallEnded(number, count, cached) if number in link.outgoing:
                 call = link.outgoing.pop(number)
                 call.count = count
@@ -299,7 +298,7 @@ class _FrontLink(RpcConnection):
         """Requests of API keys with limits that have not ended."""
         self.lives: set[RequestId] = set()
         """Requests that the front opened and has not closed."""
-        self.outgoing: dict[int, OutgoingCall] = {}
+        self.outgoing: dict[int, WatchedCall] = {}
         """Calls of the front to external engines that have not ended."""
         self.counted: list[Family] = []
         """What the front counted, by its last report."""

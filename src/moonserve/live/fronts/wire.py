@@ -231,6 +231,9 @@ class CallAnswered(msgspec.Struct, frozen=True, tag=True):
     number: int
     count: Tokens
     cached: Tokens | None
+    after_us: Micros
+    """Time from the call's beginning to this answer, by the front's clock. These messages may be
+    late, and come again when another Conductor leads."""
 
 
 class CallEnded(msgspec.Struct, frozen=True, tag=True):
