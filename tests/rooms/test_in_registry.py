@@ -654,7 +654,7 @@ def test_engines_in_the_registry_are_the_fleets_as_long_as_they_are_there(
             assert [source for source, _ in site.fleet.monitors()] == ["the registry"]
             again = msgspec.structs.replace(spec, rack="r1")
             await registry.put(ENGINES + "e0", msgspec.json.encode(again))
-            await site.until(lambda: site.monitor("e0").member.spec == again)
+            await site.until(lambda: [it.member.spec for _, it in site.fleet.monitors()] == [again])
             await registry.remove(ENGINES + "e0")
             await site.until(lambda: not site.views)
             assert "e0: removed by the registry" in caplog.text
