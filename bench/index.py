@@ -50,11 +50,11 @@ class Adapter:
 
     def prep_events(self, events: Sequence[Event], local: Any, seq: Any) -> list[Any]:
         """Arguments of `stored`."""
-        return [(w, [seq[n] for n in ns], None if p < 0 else seq[p]) for w, p, ns in events]
+        return [(str(w), [seq[n] for n in ns], None if p < 0 else seq[p]) for w, p, ns in events]
 
     def prep_removes(self, events: Sequence[tuple[int, list[int]]], local: Any, seq: Any) -> Any:
         """Arguments of `removed`."""
-        return [(w, [seq[n] for n in ns]) for w, ns in events]
+        return [(str(w), [seq[n] for n in ns]) for w, ns in events]
 
     def prep_query(self, nodes: Sequence[int], local: Any, seq: Any) -> list[int]:
         """The key chain."""
@@ -78,7 +78,7 @@ class Adapter:
 
     def result(self, match: Any) -> dict[Any, int]:
         """{worker: run}."""
-        return match.by_holder
+        return {int(name): run for name, run in match.by_holder.items()}
 
     def flush(self) -> None:
         """Nothing is done in the background."""
