@@ -74,6 +74,14 @@ def test_axes_reach_the_setup_the_conductor_and_the_goal() -> None:
     assert (setup.goal.ttft_us, setup.goal.tbt_us) == (5_000_000, None)
 
 
+@pytest.mark.parametrize("none", [None, "null"])
+def test_an_objective_may_be_none(none: str | None) -> None:
+    """In YAML and on the command line; other values are shown with the largest whole unit."""
+    cells = grid({"trace": "t", "tbt_slo": [none, "0.25s"]})
+    assert [cell.values["tbt_slo"] for cell in cells] == [None, "250ms"]
+    assert [cell.setup.goal.tbt_us for cell in cells] == [None, 250_000]
+
+
 def test_an_axis_that_is_there_twice_is_named(trace: str, tmp_path: Path) -> None:
     """The file and the line are named."""
     axes = tmp_path / "axes.yaml"

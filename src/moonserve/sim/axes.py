@@ -57,8 +57,9 @@ def value_of(name: str, given: Any) -> Any:
     """What an axis takes from text or YAML. Raises ConfigError naming the axis."""
     if name == "cache_blocks" and given == "infinite":
         return None
-    if name in _OBJECTIVES and given not in (None, "null"):
-        return shown_duration(_objective({name: given}, name) or 0)
+    if name in _OBJECTIVES:
+        objective_us = _objective({name: None if given == "null" else given}, name)
+        return None if objective_us is None else shown_duration(objective_us)
     try:
         return msgspec.convert(given, AXES[name], strict=False)
     except msgspec.ValidationError as error:
