@@ -8,6 +8,7 @@ import tempfile
 from shutil import which
 
 import pytest
+from hypothesis import settings
 
 from moonserve import CORE
 from moonserve.core.errors import ConfigError
@@ -19,6 +20,9 @@ from tests.support.browser import lacking
 _STATE = tempfile.TemporaryDirectory(prefix="moonserve-tests-")
 os.environ["XDG_STATE_HOME"] = _STATE.name
 os.environ.pop("MOONSERVE_TOKEN", None)
+# No test fails for the time that it takes; on CI, hypothesis's own profile says that too.
+settings.register_profile("untimed", settings.default, deadline=None)
+settings.load_profile("untimed")
 _NO_MODEL = f"{DEFAULT_MODEL} is not in the model cache; fetch it with: make model"
 _NO_PROMETHEUS = "prometheus and promtool are not installed; on Debian: apt install prometheus"
 
