@@ -498,6 +498,24 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             " serve",
         ),
     ] = 60.0
+    record: Annotated[
+        str,
+        _flag(
+            "up gateway conductor",
+            "FOLDER",
+            "folder in which to record each request as a row of a trace, with its decision and"
+            " times, and without text; none: nothing is recorded",
+        ),
+    ] = ""
+    record_bytes: Annotated[
+        Bytes,
+        msgspec.Meta(ge=1 << 20, le=MAX_BYTES),
+        _flag(
+            "up gateway conductor",
+            "SIZE",
+            "most space of all recordings in that folder; the oldest are deleted",
+        ),
+    ] = 1 << 30
     drain_s: Annotated[
         _Seconds,
         _flag(

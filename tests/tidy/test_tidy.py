@@ -76,8 +76,18 @@ FLOORS = {
             "registry",
             "access",
         ),
-        *("replay", "transfer", "engine", "kvevents", "store", "external", "drive", "control"),
-        *("api", "fronts", "worker", "process"),
+        *(
+            "replay",
+            "transfer",
+            "engine",
+            "kvevents",
+            "store",
+            "external",
+            "drive",
+            "control",
+            "record",
+        ),
+        *("record", "api", "fronts", "worker", "process"),
     ),
 }
 """The rooms from the ground up; a room imports only rooms before it."""

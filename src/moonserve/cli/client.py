@@ -79,7 +79,11 @@ class Client:
 
     def get_as(self, path: str, shape: type[T]) -> T:
         """The JSON at a path, which has this shape."""
-        with self._open("GET", path, None) as reply:
+        return self.send("GET", path, shape)
+
+    def send(self, method: str, path: str, shape: type[T]) -> T:
+        """The JSON with which a request without a body is answered; it has this shape."""
+        with self._open(method, path, None) as reply:
             try:
                 return msgspec.json.decode(reply.read(), type=shape)
             except UNREADABLE:

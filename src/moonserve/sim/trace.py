@@ -1,15 +1,18 @@
 """Traces: what arrived when, how long it was, and which KV blocks it shares with others.
 
-The simulator, the replayer and `moonserve trace` use it. It reads Mooncake's JSONL, Azure's LLM CSV
-and a simple CSV. Reading and validating share one checker, so a file that validates can be read.
-Nothing is repaired or reordered silently: an error names the file, line and field of a bad row.
+The simulator, the replayer and `moonserve trace` use it. It reads Mooncake's JSONL, Azure's LLM
+CSV, a simple CSV, and recordings of a gateway: a folder, or one of its files. Reading and
+validating share one checker, so a file that validates can be read. Nothing is repaired or reordered
+silently: an error names the file, line and field of a bad row.
 """
 
 from __future__ import annotations
 
 import csv
+import gzip
 import re
 import sys
+import zlib
 from collections.abc import Callable, Iterable, Iterator
 from datetime import UTC, datetime
 from itertools import chain, count, islice
@@ -24,6 +27,7 @@ from moonserve.core.units import Micros, Tokens
 BLOCK_SIZE: Tokens = 512
 """Tokens of one block in the public traces."""
 MOST_TOKENS: Tokens = 1 << 24  # longer than any context; bounds the blocks made for one row
+_RECORDED = ".jsonl.gz"
 _LAST_ID = (1 << 64) - 1  # keys of blocks are made of 8 bytes
 _MOST_PRIORITY = 100
 _EMPTY = "no requests in this file"
@@ -65,26 +69,28 @@ class Fault(msgspec.Struct, frozen=True):
 
 
 def read_trace(path: Path, limit: int | None = None, block_size: Tokens = BLOCK_SIZE) -> Trace:
-    """Read the first `limit` rows of a trace file, or all.
+    """Read the first `limit` rows of a trace file or recording, or all.
 
-    ConfigError names the file, line and field of the first fault, unsorted rows included.
+    block_size: if the rows do not say it. ConfigError names the file, line and field of the first
+    fault, unsorted rows included.
     """
     rows: list[Row] = []
     most = None if limit is None else min(limit, sys.maxsize)
-    for row in islice(_read(path, block_size), most):
+    size, found = _read(path, block_size)
+    for row in islice(found, most):
         if isinstance(row, Fault):
             raise ConfigError(row.message, f"{path}:{row.line}: {row.field}")
         rows.append(row)
     if not rows:
         raise ConfigError(_EMPTY, str(path))
-    return Trace(path.stem, block_size, rows)
+    return Trace(path.stem, size, rows)
 
 
 def validate(path: Path, at_most: int, block_size: Tokens = BLOCK_SIZE) -> tuple[int, list[Fault]]:
     """Check a whole file: the number of good rows, and the first `at_most` faults."""
     good = 0
     faults: list[Fault] = []
-    for row in _read(path, block_size):
+    for row in _read(path, block_size)[1]:
         if isinstance(row, Row):
             good += 1
         else:
@@ -97,10 +103,15 @@ def validate(path: Path, at_most: int, block_size: Tokens = BLOCK_SIZE) -> tuple
 
 
 def write_trace(trace: Trace, out: TextIO) -> None:
-    """Write Mooncake's JSONL: times in ms, whole where they are whole."""
+    """Write Mooncake's JSONL: times in ms, whole where they are whole.
+
+    Rows say the block size where it is not that of the public traces.
+    """
+    size = 0 if trace.block_size == BLOCK_SIZE else trace.block_size
     for row in trace.rows:
         ms, rest = divmod(row.at_us, 1000)
-        line = _Json(ms if rest == 0 else row.at_us / 1000, *msgspec.structs.astuple(row)[1:])
+        at_ms = ms if rest == 0 else row.at_us / 1000
+        line = _Json(at_ms, *msgspec.structs.astuple(row)[1:], size)
         out.write(msgspec.json.encode(line).decode() + "\n")
 
 
@@ -149,6 +160,11 @@ class _Json(msgspec.Struct, gc=False, omit_defaults=True):
     hash_ids: tuple[int, ...]
     priority: int = 0
     tenant: str = ""
+    block_size: int = 0
+    """Tokens of one block; 0: the row does not say it."""
+
+
+_decode_json = msgspec.json.Decoder(_Json).decode
 
 
 class _Format(msgspec.Struct, frozen=True):
@@ -167,6 +183,7 @@ _KINDS = {
     "hash_ids": "a list of whole numbers",
     "priority": "a whole number",
     "tenant": "a text",
+    "block_size": "a whole number of tokens",
 }
 _MOONCAKE = _Format("timestamp", "input_length", "output_length", "hash_ids")
 _AZURE = _Format("TIMESTAMP", "ContextTokens", "GeneratedTokens", "")
@@ -175,31 +192,67 @@ _SIMPLE = _Format("timestamp_ms", "input_length", "output_length", "hash_ids")
 _Parsed = tuple[int, Row | Fault]
 
 
-def _read(path: Path, block_size: Tokens) -> Iterator[Row | Fault]:
-    """Every row of a file, checked."""
+def _read(path: Path, block_size: Tokens) -> tuple[Tokens, Iterator[Row | Fault]]:
+    """The block size, and every row, checked."""
     if block_size < 1:
         raise ConfigError(f"{block_size} must be at least 1", "block_size")
-    try:
-        with path.open(encoding="utf-8-sig", errors="replace", newline="") as file:
-            first = file.readline()
-            lines = chain([first], file)  # no seek: a pipe has none
-            if first.lstrip().startswith("{"):
-                yield from _checked(_json_rows(lines), _MOONCAKE, block_size)
-                return
-            header = [name.strip() for name in first.split(",")]
-            for form, to_us in ((_AZURE, _iso_us), (_SIMPLE, _ms_us)):
-                if header[:3] == [form.at, form.input, form.output]:
-                    rows = _csv_rows(lines, form, to_us, block_size)
-                    yield from _checked(rows, form, block_size)
-                    return
-    except OSError as err:
-        raise ConfigError(f"cannot be read: {err.strerror}", str(path)) from err
+    lines = _lines(path)
+    first = next(lines, "")
+    whole = chain([first], lines)  # no seek: a pipe has none
+    if first.lstrip().startswith("{"):
+        size = _said_block_size(first) or block_size
+        rows = _json_rows(whole, size)
+        if _is_recording(path):
+            rows = _by_arrival(rows)
+        return size, _checked(rows, _MOONCAKE, size)
+    header = [name.strip() for name in first.split(",")]
+    for form, to_us in ((_AZURE, _iso_us), (_SIMPLE, _ms_us)):
+        if header[:3] == [form.at, form.input, form.output]:
+            rows = _csv_rows(whole, form, to_us, block_size)
+            return block_size, _checked(rows, form, block_size)
     raise ConfigError(
         "not a trace: the first line must be a JSON object (timestamp, input_length, "
         "output_length, hash_ids), or a CSV header: timestamp_ms,input_length,output_length"
         "[,hash_ids] or Azure's TIMESTAMP,ContextTokens,GeneratedTokens",
         str(path),
     )
+
+
+def _is_recording(path: Path) -> bool:
+    return path.is_dir() or path.name.endswith(_RECORDED)
+
+
+def _lines(path: Path) -> Iterator[str]:
+    """The lines of a file, or of all files of a recording. Raises ConfigError."""
+    files = sorted(path.glob(f"*{_RECORDED}")) if path.is_dir() else [path]
+    if not files:
+        raise ConfigError(f"has no recording (*{_RECORDED})", str(path))
+    for file in files:
+        try:
+            if file.name.endswith(_RECORDED):
+                with gzip.open(file, "rt", encoding="utf-8", errors="replace") as text:
+                    yield from text
+            else:
+                with file.open(encoding="utf-8-sig", errors="replace", newline="") as text:
+                    yield from text
+        except (EOFError, gzip.BadGzipFile, zlib.error) as err:
+            raise ConfigError(f"is damaged, leave it out: {err}", str(file)) from None
+        except OSError as err:
+            raise ConfigError(f"cannot be read: {err.strerror}", str(file)) from err
+
+
+def _by_arrival(rows: Iterable[_Parsed]) -> Iterator[_Parsed]:
+    """Recordings are in the order in which requests ended, with times since 1970."""
+    good: list[tuple[int, Row]] = []
+    for line, row in rows:
+        if isinstance(row, Fault):
+            yield line, row
+        else:
+            good.append((line, row))
+    good.sort(key=lambda it: it[1].at_us)
+    start_us = good[0][1].at_us if good else 0
+    for line, row in good:
+        yield line, msgspec.structs.replace(row, at_us=row.at_us - start_us)
 
 
 def _checked(rows: Iterable[_Parsed], form: _Format, size: Tokens) -> Iterator[Row | Fault]:
@@ -256,19 +309,33 @@ def _why(row: Row, line: int, form: _Format, size: Tokens, before_us: Micros) ->
     return Fault(line, form.blocks, "an id comes twice; ids must name the block and its prefix")
 
 
-def _json_rows(file: Iterable[str]) -> Iterator[_Parsed]:
-    decode = msgspec.json.Decoder(_Json).decode
+def _said_block_size(text: str) -> Tokens:
+    """The block size that a row names; 0: it names none, or is no row."""
+    try:
+        return max(0, _decode_json(text).block_size)
+    except UNREADABLE:
+        return 0
+
+
+def _json_rows(file: Iterable[str], block_size: Tokens) -> Iterator[_Parsed]:
     for line, text in enumerate(file, 1):
         if not text.strip():
             continue
         try:
-            it = decode(text)
+            it = _decode_json(text)
         except UNREADABLE as err:
             yield line, _not_json(line, err)
             continue
+        if it.block_size not in (0, block_size):
+            what = f"is {it.block_size}, and {block_size} in the first row; read them apart"
+            yield line, Fault(line, "block_size", what)
+            continue
         at_ms = max(-_TOO_LATE_MS, min(it.timestamp, _TOO_LATE_MS))  # a product stays finite
-        _, *rest = msgspec.structs.astuple(it)
-        yield line, Row(round(at_ms * 1000), *rest)
+        at_us = round(at_ms * 1000)
+        yield (
+            line,
+            Row(at_us, it.input_length, it.output_length, it.hash_ids, it.priority, it.tenant),
+        )
 
 
 def _not_json(line: int, err: Exception) -> Fault:

@@ -71,6 +71,10 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True):
     """After this time it answers 200 with those that have joined, if they can serve."""
     drain_s: float = 30.0
     """How long running requests may take to finish after a signal to stop."""
+    record: str = ""
+    """Folder in which the process that decides records its requests; empty: it records none."""
+    record_bytes: Bytes = 1 << 30
+    """Most bytes of all recordings in that folder; the oldest are deleted."""
     tuning: Tuning = LIVE
     """How the Conductor places and admits requests."""
     max_body_bytes: Bytes = 8 << 20

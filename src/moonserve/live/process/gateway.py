@@ -37,6 +37,7 @@ from moonserve.live.ports import Conducting, Registry
 from moonserve.live.process.access import Access
 from moonserve.live.process.external import ExternalEngines, ExternalSettings
 from moonserve.live.process.parts import Process, run
+from moonserve.live.record.recorder import Recorder
 from moonserve.live.text.template import load_template
 from moonserve.live.text.tokenizer import load_tokenizer
 from moonserve.live.text.tools import ModelText, TextTools
@@ -115,7 +116,12 @@ class Deciding:
             port=port,
             takes_fronts=takes_fronts,
         )
-        self.parts: list[ProcessPart] = [self.control, *([] if external is None else [external])]
+        recorder = Recorder(self.conductor, health, config.record, config.record_bytes)
+        self.parts: list[ProcessPart] = [
+            self.control,
+            *([] if external is None else [external]),
+            recorder,
+        ]
 
 
 class Gateway(Process):

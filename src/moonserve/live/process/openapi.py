@@ -18,6 +18,7 @@ import msgspec
 from moonserve import __version__
 from moonserve.core.schedule.explain import Explanation
 from moonserve.core.schedule.facts import InstanceInfo
+from moonserve.core.schedule.shown import ListedRequest
 from moonserve.live.access.scopes import scope_of
 from moonserve.live.api.front import ModelEntry, ModelList
 from moonserve.live.control.placement_api import PlacementBody, ReleaseBody
@@ -28,6 +29,7 @@ from moonserve.live.http.message import JSON, ErrorReply
 from moonserve.live.openai.headers import TBT, TTFT
 from moonserve.live.openai.reply import Reply
 from moonserve.live.openai.request import BodyShape
+from moonserve.live.record.recorder import RecordingStatus
 from moonserve.live.rpc.joins import CONTENT_TYPE, BeatBody, BlocksBody, LeaveBody
 
 Route: TypeAlias = tuple[str, str]
@@ -96,15 +98,21 @@ OPERATIONS: Mapping[Route, RouteText] = {
     ),
     ("DELETE", "/api/instances/{name}"): RouteText("Remove an external engine."),
     ("GET", "/api/decisions"): RouteText(
-        "The latest requests, newest first.",
+        "The latest requests, the latest first.",
+        gives=list[ListedRequest],
         query={
-            "limit": "most requests, 1 to 1000",
-            "outcome": "only those that ended so, such as refused",
+            "limit": "at most so many; from 1 to 1,000, 100 by default",
+            "outcome": "only those with this outcome",
             "tenant": "only those of this tenant",
-            "instance": "only those that this instance prefilled or decoded, or would have",
-            "late": "true: only those that missed their objectives",
+            "instance": "only those that this instance prefilled or decoded",
+            "late": "1: only those that missed their objectives",
         },
     ),
+    ("GET", "/api/recording"): RouteText(
+        "Whether requests are recorded, and where.", gives=RecordingStatus
+    ),
+    ("POST", "/api/recording"): RouteText("Record again.", gives=RecordingStatus),
+    ("DELETE", "/api/recording"): RouteText("Record no more.", gives=RecordingStatus),
     ("GET", "/api/decisions/{request}"): RouteText(
         "Why a request went where it went, and what came of it.", gives=Explanation
     ),

@@ -1,0 +1,1 @@
+"""Recordings: what became of each request, as a trace on disk."""

@@ -1,0 +1,101 @@
+"""The files of a recording: gzip members of JSON lines, begun anew by size and age, within a bound.
+
+One thread of the recorder writes. Every batch of rows is one gzip member and one write, so a file
+can be read at any time, also after its process was killed. A folder may have the files of several
+processes. Only files with the names of recordings are ever deleted.
+"""
+
+from __future__ import annotations
+
+import gzip
+import itertools
+import os
+import time
+from contextlib import suppress
+from pathlib import Path
+
+from moonserve.core.units import Bytes
+
+SUFFIX = ".jsonl.gz"
+_PREFIX = "requests-"
+_FILE_BYTES: Bytes = 64 << 20
+_FILE_S = 3_600.0
+_FILE_SHARE = 8
+"""A file has at most this part of the bound, so that the oldest rows go in small portions."""
+
+
+class RecordingFiles:
+    """Appends rows to the newest file of a folder."""
+
+    def __init__(self, folder: Path, most_bytes: Bytes) -> None:
+        """most_bytes: of all recordings in the folder; the oldest are deleted."""
+        self.folder = folder
+        self.path: Path | None = None
+        """The file that is written now."""
+        self.written_bytes: Bytes = 0
+        """In all files, since the start."""
+        self._most_bytes = most_bytes
+        self._file_bytes = min(_FILE_BYTES, most_bytes // _FILE_SHARE)
+        self._fd: int | None = None
+        self._size: Bytes = 0
+        self._began_s = 0.0
+        self._count = itertools.count()
+
+    def make_folder(self) -> None:
+        """Make sure that rows can be written there. Raises OSError."""
+        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        probe = self.folder / f".{os.getpid()}.probe"
+        probe.touch()
+        probe.unlink()
+
+    def append(self, lines: bytes) -> None:
+        """Write whole lines. Raises OSError; then none of them is in the file."""
+        member = gzip.compress(lines, 6)
+        if self._fd is not None and self._is_full(len(member)):
+            self.close()
+        if self._fd is None:
+            self._open()
+            self._drop_oldest(len(member))
+        fd, left = self._fd, memoryview(member)
+        assert fd is not None
+        try:
+            while left:
+                left = left[os.write(fd, left) :]
+        except OSError:
+            with suppress(OSError):  # a broken member would make the rest of the file unreadable
+                os.ftruncate(fd, self._size)
+            self.close()
+            raise
+        self._size += len(member)
+        self.written_bytes += len(member)
+
+    def close(self) -> None:
+        """The next rows go to another file."""
+        fd, self._fd = self._fd, None
+        if fd is not None:
+            os.close(fd)
+
+    def _is_full(self, more: Bytes) -> bool:
+        too_large = self._size > 0 and self._size + more > self._file_bytes
+        return too_large or time.monotonic() - self._began_s > _FILE_S
+
+    def _open(self) -> None:
+        at = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
+        name = f"{_PREFIX}{at}-{os.getpid()}-{next(self._count):04}{SUFFIX}"
+        path = self.folder / name
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC
+        self._fd = os.open(path, flags, 0o600)
+        self.path = path
+        self._size = 0
+        self._began_s = time.monotonic()
+
+    def _drop_oldest(self, coming: Bytes) -> None:
+        """Delete the oldest files, so that a file of the largest size fits."""
+        files = sorted(self.folder.glob(f"{_PREFIX}*{SUFFIX}"))
+        sizes = {path: path.stat().st_size for path in files if path != self.path}
+        total = sum(sizes.values()) + max(self._file_bytes, coming)
+        for path, size in sizes.items():
+            if total <= self._most_bytes:
+                return
+            path.unlink(missing_ok=True)
+            total -= size

@@ -1,0 +1,242 @@
+"""The recorder: writes what became of each request to disk, beside the process that decides.
+
+It is a part of the process that has the Conductor. The event loop only puts records into a bounded
+queue; a thread makes rows of them and writes (core.schedule.recorded, `files`). Rows that find no
+room in the queue, or cannot be written, are counted and dropped. No request waits for it.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from moonserve.core.errors import BadRequest, ConfigError
+from moonserve.core.schedule.record import Record
+from moonserve.core.schedule.recorded import recorded
+from moonserve.core.units import BlockKey, Bytes, Micros, Tokens
+from moonserve.live.control.loop import ConductorLoop
+from moonserve.live.control.views import Figures
+from moonserve.live.health import Health
+from moonserve.live.http.message import HttpRequest, Response, json_response
+from moonserve.live.http.server import ProcessPart, Routes
+from moonserve.live.record.files import RecordingFiles
+
+log = logging.getLogger(__name__)
+
+PATH = "/api/recording"
+_MOST_WAITING = 8_192
+_BATCH = 512
+_PAUSE_S = 1.0
+"""How long rows wait for others, so that they are compressed together."""
+_STOP_S = 5.0
+_LEAST_BLOCK: Tokens = 64
+"""Blocks of a recording are at least so long: of shorter ones a long prompt has thousands."""
+_FIRST_GUESS: Tokens = 128
+"""The output of requests that were not served, until one was served."""
+
+
+class RecordingStatus(msgspec.Struct, frozen=True):
+    """What GET /api/recording answers."""
+
+    recording: bool
+    folder: str
+    """Empty: this process has no folder for recordings."""
+    file: str | None
+    """The one that is written now."""
+    rows: int
+    """Written since the process started."""
+    dropped: int
+    bytes: Bytes
+    failure: str
+    """Why rows cannot be written now; empty: they can."""
+
+
+class _Waiting(NamedTuple):
+    record: Record
+    keys: Sequence[BlockKey]
+    key_tokens: Tokens
+    since_us: Micros
+    """What to add to the record's times, to count from 1970."""
+
+
+class Recorder(ProcessPart):
+    """See the module. Handlers and `_take` run on the event loop, `_work` in a thread."""
+
+    def __init__(
+        self, conductor: ConductorLoop, health: Health, folder: str, most_bytes: Bytes
+    ) -> None:
+        """folder: empty: it cannot record. most_bytes: of all recordings in the folder."""
+        self._conductor = conductor
+        self._files = RecordingFiles(Path(folder), most_bytes) if folder else None
+        self._salt = secrets.token_bytes(32)
+        self._is_on = False
+        self._waiting: deque[_Waiting] = deque()
+        self._thread: threading.Thread | None = None
+        self._ending = threading.Event()
+        self._rows = 0
+        self._dropped = 0
+        self._failure = ""
+        self._guess = _OutputGuess()
+        conductor.watch_ended(self._take)
+        health.report_alarms(self._alarms)
+
+    def routes(self) -> Routes:
+        """Status, start and stop."""
+        return {
+            ("GET", PATH): self._status,
+            ("POST", PATH): self._begin,
+            ("DELETE", PATH): self._end,
+        }
+
+    def collectors(self) -> list[Collector]:
+        """What was recorded."""
+        return [Figures(self._metrics)]
+
+    async def prepare(self) -> None:
+        """Begin to record if there is a folder. Raises ConfigError."""
+        if self._files is not None:
+            try:
+                self._files.make_folder()
+            except OSError as error:
+                raise ConfigError(
+                    f"{self._files.folder}: recordings cannot be written there:"
+                    f" {error.strerror or error}; name another folder",
+                    "record",
+                ) from None
+            self._is_on = True
+
+    async def stop(self) -> None:
+        """Write what is waiting, for some seconds at most."""
+        self._is_on = False
+        thread = self._thread
+        if thread is not None:
+            self._ending.set()
+            thread.join(_STOP_S)
+
+    def _take(self, record: Record) -> None:
+        if not self._is_on:
+            return
+        if len(self._waiting) >= _MOST_WAITING:
+            self._dropped += 1
+            return
+        since_us = time.time_ns() // 1_000 - self._conductor.now_us()
+        self._waiting.append(_Waiting(record, record.keys, self._key_tokens(record), since_us))
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name="recorder", daemon=True)
+            self._thread.start()
+
+    def _key_tokens(self, record: Record) -> Tokens:
+        """How many tokens a key stands for. Instances of other block sizes have other keys."""
+        for info in self._conductor.instances():
+            size = info.namespace.block_size
+            if info.model == record.model and record.prompt_tokens // size == len(record.keys):
+                return size
+        return 0
+
+    # The thread.
+
+    def _work(self) -> None:
+        is_last = False
+        while not is_last:
+            is_last = self._ending.wait(_PAUSE_S)
+            while self._waiting:
+                batch = [self._waiting.popleft() for _ in range(min(_BATCH, len(self._waiting)))]
+                self._write(batch)
+        if self._files is not None:
+            self._files.close()
+
+    def _write(self, batch: list[_Waiting]) -> None:
+        assert self._files is not None, "nothing waits where there is no folder"
+        encode = msgspec.json.Encoder().encode
+        lines = b"".join(encode(self._row(it)) + b"\n" for it in batch)
+        try:
+            self._files.append(lines)
+        except OSError as error:
+            why = error.strerror or str(error)
+            if why != self._failure:
+                log.warning("requests are not recorded: %s", why)
+            self._failure = why
+            self._dropped += len(batch)
+            return
+        self._rows += len(batch)
+        self._failure = ""
+
+    def _row(self, it: _Waiting) -> object:
+        record, key_tokens = it.record, it.key_tokens
+        keys = it.keys if key_tokens else ()
+        size = max(1, key_tokens)
+        block_size = size * -(-_LEAST_BLOCK // size)
+        guess = self._guess.after(record)
+        return recorded(record, keys, size, block_size, self._salt, _clock_ms(it.since_us), guess)
+
+    # What others read.
+
+    async def _status(self, request: HttpRequest) -> Response:
+        return json_response(self._said())
+
+    def _said(self) -> RecordingStatus:
+        files = self._files
+        path = None if files is None else files.path
+        return RecordingStatus(
+            recording=self._is_on,
+            folder="" if files is None else str(files.folder.absolute()),
+            file=None if path is None else path.name,
+            rows=self._rows,
+            dropped=self._dropped,
+            bytes=0 if files is None else files.written_bytes,
+            failure=self._failure,
+        )
+
+    async def _begin(self, request: HttpRequest) -> Response:
+        if self._files is None:
+            raise BadRequest(
+                "this process has no folder for recordings; start it with --record FOLDER", None
+            )
+        self._is_on = True
+        return json_response(self._said())
+
+    async def _end(self, request: HttpRequest) -> Response:
+        self._is_on = False
+        return json_response(self._said())
+
+    def _alarms(self) -> list[str]:
+        return [f"requests are not recorded: {self._failure}"] if self._failure else []
+
+    def _metrics(self) -> Iterable[Metric]:
+        yield GaugeMetricFamily(
+            "moonserve_recording", "1 while requests are recorded.", value=float(self._is_on)
+        )
+        for name, text, value in (
+            ("recorded_requests", "Requests written to the recording.", self._rows),
+            ("record_dropped_requests", "Requests that could not be recorded.", self._dropped),
+        ):
+            yield CounterMetricFamily(f"moonserve_{name}", text, value=value)
+
+
+class _OutputGuess:
+    """How long the answers of requests are that were not served: the mean of those that were."""
+
+    def __init__(self) -> None:
+        self._mean = float(_FIRST_GUESS)
+        self._count = 0
+
+    def after(self, record: Record) -> Tokens:
+        """Learn from this request if it was served; return the guess."""
+        if record.is_good is not None:
+            self._count = min(self._count + 1, 1_000)
+            self._mean += (record.measured.tokens - self._mean) / self._count
+        return round(self._mean)
+
+
+def _clock_ms(since_us: Micros) -> Callable[[Micros], int]:
+    return lambda us: (since_us + us) // 1_000
