@@ -181,6 +181,22 @@ def test_a_pair_gets_the_same_id_and_each_its_rank() -> None:
     run(use)
 
 
+def test_the_trace_context_goes_on_to_both_engines() -> None:
+    """So their spans join the client's trace. Other headers of clients do not go on."""
+    context = {"traceparent": f"00-{'a' * 32}-{'b' * 16}-01", "tracestate": "x=1", "baggage": "y=2"}
+
+    async def use(site: Site) -> None:
+        assert (await site.post(ASK, **context, cookie="secret")).status == 200
+        for name in ("p", "d"):
+            [call] = site.engines[name].calls
+            assert {key: call.headers[key] for key in context} == context
+            assert "cookie" not in call.headers
+        await site.post({**ASK, "prompt": "another"})
+        assert "traceparent" not in site.engines["p"].calls[1].headers
+
+    run(use, *NIXL)
+
+
 def test_a_decode_instance_that_has_the_prompt_gets_it_alone() -> None:
     """The second request for a prompt is one call, because the decode instance has its KV."""
 

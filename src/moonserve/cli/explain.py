@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import BinaryIO
+
 import click
 import msgspec
 
 from moonserve.cli.client import URL, Client
-from moonserve.cli.output import print_json
+from moonserve.cli.output import OutputFile, print_json
 from moonserve.core.errors import EngineFailed
 
 
@@ -14,7 +16,13 @@ from moonserve.core.errors import EngineFailed
 @click.argument("request_id")
 @click.option("--url", default=URL, show_default=True, help="The gateway.")
 @click.option("--json", "as_json", is_flag=True, help="Print the gateway's JSON unchanged.")
-def explain(request_id: str, url: str, as_json: bool) -> None:
+@click.option(
+    "--perfetto",
+    type=OutputFile("wb"),
+    metavar="FILE",
+    help="Write its stages as a Chrome trace, which ui.perfetto.dev opens.",
+)
+def explain(request_id: str, url: str, as_json: bool, perfetto: BinaryIO | None) -> None:
     """Show why REQUEST_ID was placed as it was: every candidate, the predictions and the result.
 
     The id is in the x-request-id header of the reply. A gateway keeps the latest 500 requests, and
@@ -31,5 +39,10 @@ def explain(request_id: str, url: str, as_json: bool) -> None:
         told = msgspec.convert(said, Explanation)
     except msgspec.ValidationError as err:
         raise EngineFailed(f"{url} answers in a form that this version cannot read: {err}") from err
+    if perfetto is not None:
+        from moonserve.show.perfetto import chrome_trace
+
+        perfetto.write(chrome_trace([told]))
+        return
     for line in lines(told):
         click.echo(line)

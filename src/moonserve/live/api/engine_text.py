@@ -27,6 +27,7 @@ from moonserve.live.drive.request import RequestDriver
 from moonserve.live.http.client import HttpClient
 from moonserve.live.http.message import HttpRequest, Response, StreamingResponse, Write
 from moonserve.live.openai.external import ExternalRequest, body_shape
+from moonserve.live.openai.headers import trace_context
 from moonserve.live.openai.prompts import Prompts
 from moonserve.live.openai.request import BodyShape, Form
 from moonserve.live.ports import Conducting, ModelCard, Observer
@@ -101,7 +102,7 @@ class EngineText(Collector):
     ) -> Exchange:
         """See Backend."""
         caller = self._caller
-        outgoing = ExternalRequest(form, body)
+        outgoing = ExternalRequest(form, body, trace_context(http.headers))
         outgoing.use_salt(terms.salt(outgoing.salt))
         infos = self._models.of(outgoing.model)
         prompt = await self.reader.read_prompt(outgoing, infos, terms.party)

@@ -173,7 +173,8 @@ class Caller(msgspec.Struct, frozen=True):
         self, to: InstanceInfo, asked: ExternalRequest, request: Request
     ) -> tuple[str, dict[str, str]]:
         member = self.engines.member(to.id)
-        headers = {"content-type": JSON, "x-request-id": request.id, **member.headers}
+        headers = {"content-type": JSON, "x-request-id": request.id, **asked.trace}
+        headers |= member.headers
         if to.dp_rank is not None:
             headers["x-data-parallel-rank"] = str(to.dp_rank)
         return member.url + PATHS[asked.form], headers

@@ -79,7 +79,9 @@ class _Xargs(msgspec.Struct):
 class ExternalRequest:
     """One client's request. Raises BadRequest for what the gateway can see without an engine."""
 
-    def __init__(self, form: Form, raw: bytes) -> None:
+    def __init__(self, form: Form, raw: bytes, trace: Mapping[str, str] | None = None) -> None:
+        """trace: headers of distributed tracing, for every call to an engine."""
+        self.trace = trace or {}
         body = decode_json(raw, _Body)
         if len(raw) > _MAX_QUOTES:
             _refuse_many_fields(raw, body)

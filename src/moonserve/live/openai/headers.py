@@ -1,4 +1,4 @@
-"""The request headers for a request's SLO, priority and tenant.
+"""The request headers for a request's SLO, priority, tenant and trace.
 
 The gateway's API calls it. Every refusal is a BadRequest that names the header and the remedy.
 """
@@ -23,6 +23,8 @@ NAMES = frozenset({TTFT, TBT, PRIORITY, TENANT})
 """What clients may say."""
 TERM = "x-moonserve-term"
 """Between gateway and workers only: the term of the Conductor that ordered the call."""
+_TRACE = ("traceparent", "tracestate", "baggage")
+"""W3C's headers by which spans of several services form one trace."""
 MAX_PRIORITY = 100
 _MS = re.compile(r"[0-9]{1,9}(\.[0-9]{1,20})?")
 _NAME = re.compile(r"[A-Za-z0-9._:@/-]{0,64}")
@@ -59,6 +61,11 @@ def tenant(headers: Mapping[str, str]) -> str:
     raise BadRequest(
         f"{TENANT}: {text[:40]!r} is no name of up to 64 letters, digits and . _ : @ / -", TENANT
     )
+
+
+def trace_context(headers: Mapping[str, str]) -> dict[str, str]:
+    """The headers of distributed tracing, which go on to the engine unchanged."""
+    return {name: headers[name] for name in _TRACE if name in headers}
 
 
 def of_party(party: Party) -> dict[str, str]:
