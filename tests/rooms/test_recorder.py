@@ -276,3 +276,24 @@ def test_the_commands_show_and_change_what_is_recorded(
     ]
     said["folder"] = ""
     assert "--record FOLDER" in CliRunner().invoke(cli, ["record", "status"]).stdout
+
+
+def test_a_recording_can_be_drawn(tmp_path: Path) -> None:
+    """One bar for each stage; a file that is no recording is an error that names its line."""
+
+    async def test(recorder: Recorder, serve: Serve) -> None:
+        serve("a", 1)
+        serve("b", 1)
+
+    run(tmp_path, test)
+    drawn = tmp_path / "drawn.json"
+    argv = ["trace", "perfetto", str(tmp_path), "-o", str(drawn)]
+    assert CliRunner().invoke(cli, [*argv, "-n", "1"]).exit_code == 0
+    names = [it["name"] for it in json.loads(drawn.read_bytes())["traceEvents"]]
+    assert [name for name in names if name.startswith("b: ")]
+    assert not [name for name in names if name.startswith("a: ")]
+    other = tmp_path / "trace.jsonl"
+    other.write_text('{"timestamp": 0}\n')
+    done = CliRunner().invoke(cli, ["trace", "perfetto", str(other), "-o", str(drawn)])
+    assert done.exit_code == 2
+    assert "trace.jsonl:1: is no row of a recording" in done.stderr

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, BinaryIO, TextIO
 
 import click
 
-from moonserve.cli.output import check_apart, input_path, json_option, print_json
+from moonserve.cli.output import OutputFile, check_apart, input_path, json_option, print_json
 from moonserve.core.errors import ConfigError
 from moonserve.core.store.evict import EVICTIONS
 
@@ -205,6 +205,26 @@ def synthesize(
     from moonserve.sim.trace import write_trace
 
     write_trace(make(seed, requests, rps, msgspec.convert(shape, Shape), block_size), output)
+
+
+@trace.command()
+@click.argument("recording", type=click.Path(path_type=Path))
+@click.option("-n", "--requests", type=_COUNT, help="Only the latest so many.")
+@click.option(
+    "-o", "--output", type=OutputFile("wb"), required=True, metavar="FILE", help="Write here."
+)
+def perfetto(recording: Path, requests: int | None, output: BinaryIO) -> None:
+    """Draw the requests of RECORDING as a Chrome trace, which ui.perfetto.dev opens.
+
+    RECORDING is a folder of `--record`, or one of its files. Each instance has a track for every
+    request that it had at one time, with a bar for each stage.
+    """
+    from collections import deque
+
+    from moonserve.show.perfetto import chrome_trace
+    from moonserve.sim.trace import recorded_requests
+
+    output.write(chrome_trace(deque(recorded_requests(recording), maxlen=requests)))
 
 
 def _read(file: Path, block_size: int) -> Trace:

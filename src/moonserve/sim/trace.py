@@ -22,6 +22,7 @@ from typing import TextIO
 import msgspec
 
 from moonserve.core.errors import UNREADABLE, ConfigError
+from moonserve.core.schedule.recorded import RecordedRequest
 from moonserve.core.units import Micros, Tokens
 
 BLOCK_SIZE: Tokens = 512
@@ -118,6 +119,17 @@ def write_trace(trace: Trace, out: TextIO) -> None:
 def head(trace: Trace, n: int) -> Trace:
     """The first `n` requests."""
     return Trace(trace.name, trace.block_size, trace.rows[:n])
+
+
+def recorded_requests(path: Path) -> Iterator[RecordedRequest]:
+    """The rows of a recording with all that is known of each request. Raises ConfigError."""
+    decode = msgspec.json.Decoder(RecordedRequest).decode
+    for line, text in enumerate(_lines(path), 1):
+        try:
+            yield decode(text)
+        except UNREADABLE as err:
+            what = f"is no row of a recording of this version: {err}"
+            raise ConfigError(what, f"{path}:{line}") from None
 
 
 def scale(trace: Trace, speed: float = 1.0, lengths: int = 1) -> Trace:
