@@ -112,7 +112,8 @@ def write_trace(trace: Trace, out: TextIO) -> None:
     for row in trace.rows:
         ms, rest = divmod(row.at_us, 1000)
         at_ms = ms if rest == 0 else row.at_us / 1000
-        line = _Json(at_ms, *msgspec.structs.astuple(row)[1:], size)
+        lengths = (row.input_tokens, row.output_tokens)
+        line = _Json(at_ms, *lengths, row.blocks, row.priority, row.tenant, size)
         out.write(msgspec.json.encode(line).decode() + "\n")
 
 
