@@ -65,6 +65,16 @@ def test_dequantise(tmp_path: Path, kind: str, version: int) -> None:
     np.testing.assert_allclose(got.ravel(), _naive(kind, raw, rows * columns), rtol=1e-6)
 
 
+@pytest.mark.parametrize("shape", [(64,), (1, 1, 64)])
+def test_only_a_matrix_is_kept_as_its_quants(tmp_path: Path, shape: tuple[int, ...]) -> None:
+    """A vector of a quantised type, such as a norm, is decoded like any tensor."""
+    raw = np.random.default_rng(6).bytes(2 * 18)
+    write_gguf(tmp_path / "a.gguf", {}, {"t": ("Q4_0", shape, raw)})
+    found = open_gguf(tmp_path / "a.gguf")
+    assert found.quants("t") is None
+    assert found.load("t").shape == shape
+
+
 def test_metadata_round_trip(tmp_path: Path) -> None:
     """Strings, numbers and string arrays come back as Python values."""
     metadata = {"general.architecture": "llama", "n": 7, "eps": 0.5, "tokens": ["a", "é", "月"]}
