@@ -111,19 +111,19 @@ class Tally:
 
     def take(self, record: Record) -> None:
         """Count a request that is over."""
-        outcome = record.outcome
-        if outcome == "refused":
-            reason = record.reason or "other"
-            self.refused[reason] = self.refused.get(reason, 0) + 1
-            return
-        if outcome == "failed" or outcome.startswith("engine answered 5"):
-            self.failed += 1
-        elif record.is_good is None:
-            self.cancelled += 1
-        elif record.is_good:
-            self.in_time += 1
-        else:
-            self.late += 1
+        match record.fate:
+            case "refused":
+                reason = record.reason or "other"
+                self.refused[reason] = self.refused.get(reason, 0) + 1
+                return
+            case "failed":
+                self.failed += 1
+            case "cancelled":
+                self.cancelled += 1
+            case "in_time":
+                self.in_time += 1
+            case "late":
+                self.late += 1
         measured = record.measured
         decision = record.decision
         if decision is not None:

@@ -7,12 +7,17 @@ measured. Everybody else only reads. Nothing here decides or computes a predicti
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal, TypeAlias
 
 import msgspec
 
 from moonserve.core.request import Slo
 from moonserve.core.schedule.actions import Candidate, Decision, Spread
 from moonserve.core.units import BlockKey, Micros, RequestId, Tokens
+
+Fate: TypeAlias = Literal["in_time", "late", "refused", "failed", "cancelled"]
+"""late: served, but not within its objectives. cancelled: it ended without an answer, and neither
+the cluster refused it nor an instance failed."""
 
 
 class PrefillTimes(msgspec.Struct, frozen=True):
@@ -120,6 +125,17 @@ class Record(msgspec.Struct, eq=False):
     def ttft_us(self) -> Micros | None:
         """Time to its first token; None: it has none, or nobody saw when it came."""
         return None if self.first_us is None else self.first_us - self.arrived_us
+
+    @property
+    def fate(self) -> Fate:
+        """What became of it in the end."""
+        if self.outcome == "refused":
+            return "refused"
+        if self.outcome == "failed" or self.outcome.startswith("engine answered 5"):
+            return "failed"
+        if self.is_good is None:
+            return "cancelled"
+        return "in_time" if self.is_good else "late"
 
     def stages(self) -> StageTimes:
         """How long each stage took."""

@@ -8,12 +8,12 @@ request is counted by the Conductor at which it ended, so sums over Conductors c
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Literal, TypeAlias
+from typing import get_args
 
 import msgspec
 from prometheus_client.metrics_core import CounterMetricFamily, HistogramMetricFamily, Metric
 
-from moonserve.core.schedule.record import Record, StageTimes
+from moonserve.core.schedule.record import Fate, Record, StageTimes
 from moonserve.core.units import MICROS_PER_SECOND, Micros, Tokens
 from moonserve.live.drive.metrics import Buckets
 from moonserve.live.http.message import HttpRequest, Response, json_response
@@ -22,10 +22,6 @@ MOST_TENANTS = 1_000
 """Tenants with sums of their own; those that come later are summed as `other`."""
 OTHERS = "other"
 NO_TENANT = "none"
-Outcome: TypeAlias = Literal["in_time", "late", "refused", "failed", "cancelled"]
-"""late: served, but not within its objectives. cancelled: it ended without an answer, and neither
-the cluster refused it nor an instance failed."""
-_OUTCOMES: tuple[Outcome, ...] = ("in_time", "late", "refused", "failed", "cancelled")
 _STAGE_BOUNDS_S = (
     *(0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5),
     *(1, 2, 5, 10, 20, 50, 100, 200, 500),
@@ -77,14 +73,14 @@ class UsageSums:
     """See the module."""
 
     def __init__(self) -> None:
-        self.outcomes: dict[Outcome, int] = dict.fromkeys(_OUTCOMES, 0)
+        self.outcomes: dict[Fate, int] = dict.fromkeys(get_args(Fate), 0)
         self.funnel = Funnel()
         self.tenants: dict[str, TenantUsage] = {}
         self._stages = {stage: Buckets(_STAGE_BOUNDS_S) for stage in _STAGES}
 
     def ended(self, record: Record) -> None:
         """A request is over."""
-        outcome = _outcome(record)
+        outcome = record.fate
         self.outcomes[outcome] += 1
         if outcome != "refused":
             self._reused(record)
@@ -102,9 +98,7 @@ class UsageSums:
             found = self.tenants[name] = TenantUsage()
         return found
 
-    def _used(
-        self, tenant: TenantUsage, record: Record, outcome: Outcome, decode_us: Micros
-    ) -> None:
+    def _used(self, tenant: TenantUsage, record: Record, outcome: Fate, decode_us: Micros) -> None:
         tenant.requests += 1
         tenant.judged += outcome != "cancelled"
         tenant.in_time += outcome == "in_time"
@@ -253,13 +247,3 @@ def _row(name: str, usage: TenantUsage) -> dict[str, str | float]:
         else:
             row[field] = value
     return row
-
-
-def _outcome(record: Record) -> Outcome:
-    if record.outcome == "refused":
-        return "refused"
-    if record.outcome == "failed" or record.outcome.startswith("engine answered 5"):
-        return "failed"
-    if record.is_good is None:
-        return "cancelled"
-    return "in_time" if record.is_good else "late"
