@@ -6,7 +6,7 @@ from itertools import takewhile
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moonserve.core.kv.index import PendingPrefixes, _PromisedRun
+from moonserve.core.kv.index import PendingPrefixes, PromisedRun
 from moonserve.core.units import BlockKey, SegmentId
 
 tokens = st.lists(st.integers(0, 1), max_size=9)
@@ -50,7 +50,7 @@ def test_each_holder_has_its_longest_common_prefix(
         assert shape(coming._heads) == shape(fresh._heads)
 
 
-def shape(runs: dict[BlockKey, _PromisedRun]) -> object:
+def shape(runs: dict[BlockKey, PromisedRun]) -> object:
     """All that a tree is, whatever way it came to be."""
     return {
         key: (run.stop, run.keys[: run.stop], run.counts, shape(run.after))

@@ -125,7 +125,7 @@ def test_a_process_ends_although_nobody_reads_its_lines() -> None:
 def test_dropped_lines_are_a_metric() -> None:
     """Every page of metrics has their number."""
     registry = CollectorRegistry()
-    registry.register(ProcessMetrics())
+    registry.register(ProcessMetrics("gateway"))
     assert b"\nmoonserve_log_lines_dropped_total 0.0" in generate_latest(registry)
 
 

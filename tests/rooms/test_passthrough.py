@@ -94,7 +94,7 @@ def test_the_record_says_what_an_engine_alone_has_reused() -> None:
         other = {**ASK, "prompt": PROMPT[:100] + "?" * 300}
         await streamed(site, {**other, "stream_options": {"include_usage": True}})
         await site.settled()
-        assert next(site.conductor.account.latest()).cached_tokens == 96
+        assert next(site.conductor.account.latest()).measured.cached_tokens == 96
 
     run(use, *ONE)
 
@@ -779,8 +779,8 @@ def test_an_engine_that_says_in_its_stream_that_it_failed(
         assert message.endswith(": the engine reported an error in its stream")
         assert "EngineCore died" in caplog.text
         assert [record.outcome for record in site.conductor.account.latest()] == [
-            "length",
             "failed",
+            "length",
         ]
 
     run(use, *pools)
