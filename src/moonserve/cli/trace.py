@@ -17,6 +17,7 @@ from moonserve.core.errors import ConfigError
 from moonserve.core.store.evict import EVICTIONS
 
 if TYPE_CHECKING:
+    from moonserve.sim.foreign import Foreign
     from moonserve.sim.stats import Hits, Stats
     from moonserve.sim.trace import Trace
 
@@ -205,6 +206,33 @@ def synthesize(
     from moonserve.sim.trace import write_trace
 
     write_trace(make(seed, requests, rps, msgspec.convert(shape, Shape), block_size), output)
+
+
+@trace.command()
+@click.argument("files", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.option(
+    "--from",
+    "form",
+    type=click.Choice(["dynamo", "bailian"]),
+    required=True,
+    help="dynamo: rows of dynamo.request.trace.v1, also compressed; bailian: Alibaba's"
+    " qwen-bailian-usagetraces-anon.",
+)
+@_output
+def convert(files: tuple[Path, ...], form: Foreign, output: TextIO) -> None:
+    """Write traces that other systems have recorded as JSONL of Mooncake.
+
+    Several FILES, such as the shards of one recording, become one trace. Rows that are no request,
+    and requests without output, are left out; stderr says how many.
+    """
+    from moonserve.sim.foreign import read_foreign
+    from moonserve.sim.trace import write_trace
+
+    made = read_foreign([input_path(file) for file in files], form)
+    write_trace(made.trace, output)
+    count = f"{len(made.trace.rows):,} requests, blocks of {made.trace.block_size} tokens"
+    left_out = f"; {made.left_out:,} other rows left out" if made.left_out else ""
+    click.echo(count + left_out, err=True)
 
 
 @trace.command()

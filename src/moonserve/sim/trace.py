@@ -125,7 +125,7 @@ def head(trace: Trace, n: int) -> Trace:
 def recorded_requests(path: Path) -> Iterator[RecordedRequest]:
     """The rows of a recording with all that is known of each request. Raises ConfigError."""
     decode = msgspec.json.Decoder(RecordedRequest).decode
-    for line, text in enumerate(_lines(path), 1):
+    for line, text in enumerate(lines_of(path), 1):
         try:
             yield decode(text)
         except UNREADABLE as err:
@@ -180,7 +180,7 @@ class _Json(msgspec.Struct, gc=False, omit_defaults=True):
 _decode_json = msgspec.json.Decoder(_Json).decode
 
 
-class _Format(msgspec.Struct, frozen=True):
+class TraceFormat(msgspec.Struct, frozen=True):
     """What a file calls its four fields; faults use the file's own words."""
 
     at: str
@@ -198,31 +198,31 @@ _KINDS = {
     "tenant": "a text",
     "block_size": "a whole number of tokens",
 }
-_MOONCAKE = _Format("timestamp", "input_length", "output_length", "hash_ids")
-_AZURE = _Format("TIMESTAMP", "ContextTokens", "GeneratedTokens", "")
-_SIMPLE = _Format("timestamp_ms", "input_length", "output_length", "hash_ids")
+_MOONCAKE = TraceFormat("timestamp", "input_length", "output_length", "hash_ids")
+_AZURE = TraceFormat("TIMESTAMP", "ContextTokens", "GeneratedTokens", "")
+_SIMPLE = TraceFormat("timestamp_ms", "input_length", "output_length", "hash_ids")
 
-_Parsed = tuple[int, Row | Fault]
+Parsed = tuple[int, Row | Fault]
 
 
 def _read(path: Path, block_size: Tokens) -> tuple[Tokens, Iterator[Row | Fault]]:
     """The block size, and every row, checked."""
     if block_size < 1:
         raise ConfigError(f"{block_size} must be at least 1", "block_size")
-    lines = _lines(path)
+    lines = lines_of(path)
     first = next(lines, "")
     whole = chain([first], lines)  # no seek: a pipe has none
     if first.lstrip().startswith("{"):
         size = _said_block_size(first) or block_size
         rows = _json_rows(whole, size)
         if _is_recording(path):
-            rows = _by_arrival(rows)
-        return size, _checked(rows, _MOONCAKE, size)
+            rows = by_arrival(rows)
+        return size, checked(rows, _MOONCAKE, size)
     header = [name.strip() for name in first.split(",")]
     for form, to_us in ((_AZURE, _iso_us), (_SIMPLE, _ms_us)):
         if header[:3] == [form.at, form.input, form.output]:
             rows = _csv_rows(whole, form, to_us, block_size)
-            return block_size, _checked(rows, form, block_size)
+            return block_size, checked(rows, form, block_size)
     raise ConfigError(
         "not a trace: the first line must be a JSON object (timestamp, input_length, "
         "output_length, hash_ids), or a CSV header: timestamp_ms,input_length,output_length"
@@ -235,7 +235,7 @@ def _is_recording(path: Path) -> bool:
     return path.is_dir() or path.name.endswith(_RECORDED)
 
 
-def _lines(path: Path) -> Iterator[str]:
+def lines_of(path: Path) -> Iterator[str]:
     """The lines of a file, or of all files of a recording. Raises ConfigError."""
     files = sorted(path.glob(f"*{_RECORDED}")) if path.is_dir() else [path]
     if not files:
@@ -254,7 +254,7 @@ def _lines(path: Path) -> Iterator[str]:
             raise ConfigError(f"cannot be read: {err.strerror}", str(file)) from err
 
 
-def _by_arrival(rows: Iterable[_Parsed]) -> Iterator[_Parsed]:
+def by_arrival(rows: Iterable[Parsed]) -> Iterator[Parsed]:
     """Recordings are in the order in which requests ended, with times since 1970."""
     good: list[tuple[int, Row]] = []
     for line, row in rows:
@@ -268,7 +268,7 @@ def _by_arrival(rows: Iterable[_Parsed]) -> Iterator[_Parsed]:
         yield line, msgspec.structs.replace(row, at_us=row.at_us - start_us)
 
 
-def _checked(rows: Iterable[_Parsed], form: _Format, size: Tokens) -> Iterator[Row | Fault]:
+def checked(rows: Iterable[Parsed], form: TraceFormat, size: Tokens) -> Iterator[Row | Fault]:
     """Pass good rows on, and turn rows that break a rule of Row, or go back in time, into
     faults."""
     before_us: Micros = 0
@@ -292,7 +292,7 @@ def _checked(rows: Iterable[_Parsed], form: _Format, size: Tokens) -> Iterator[R
             yield row
 
 
-def _why(row: Row, line: int, form: _Format, size: Tokens, before_us: Micros) -> Fault:
+def _why(row: Row, line: int, form: TraceFormat, size: Tokens, before_us: Micros) -> Fault:
     """Find the rule that a row breaks."""
     if row.at_us < 0:
         return Fault(line, form.at, "must not be negative; count from the first request")
@@ -330,7 +330,7 @@ def _said_block_size(text: str) -> Tokens:
         return 0
 
 
-def _json_rows(file: Iterable[str], block_size: Tokens) -> Iterator[_Parsed]:
+def _json_rows(file: Iterable[str], block_size: Tokens) -> Iterator[Parsed]:
     for line, text in enumerate(file, 1):
         if not text.strip():
             continue
@@ -364,8 +364,8 @@ def _not_json(line: int, err: Exception) -> Fault:
 
 
 def _csv_rows(
-    file: Iterable[str], form: _Format, to_us: Callable[[str], Micros], block_size: Tokens
-) -> Iterator[_Parsed]:
+    file: Iterable[str], form: TraceFormat, to_us: Callable[[str], Micros], block_size: Tokens
+) -> Iterator[Parsed]:
     """Rows of a CSV file. If it names no blocks, every request has blocks of its own.
 
     ISO times count from the file's first good row.
