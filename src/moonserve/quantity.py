@@ -36,6 +36,8 @@ def parse_duration_us(given: object) -> Micros:
     """
     text = str(given).strip()
     if re.fullmatch(_NUMBER, text):
+        if not float(text):
+            raise ValueError(f"{text} must be above 0; write it like 30s or 100ms")
         raise ValueError(f"{text} has no unit; write {text}s for seconds or {text}ms")
     match = re.fullmatch(rf"{_NUMBER}\s*(us|ms|s|m|h)", text)
     if match is None:

@@ -48,8 +48,18 @@ def tally(**counts: Any) -> Tally:
             "95% of 100 requests of the last minute were in time; prefill binds (95% full): 5% were"
             " refused, because they would have missed their TTFT objective.",
         ),
-        ({}, {}, "idle", "No request was over in the last minute; waiting are 3 prefill and 2"),
-        ({}, {"under_way": 7}, "idle", "No request was over in the last minute; 7 under way on 3"),
+        (
+            {},
+            {},
+            "idle",
+            "No request ended in the last minute; none is under way.",
+        ),
+        (
+            {},
+            {"under_way": 7},
+            "idle",
+            "No request ended in the last minute; 7 are under way.",
+        ),
         (
             {"refused": {"nobody_alive": 1_200}},
             {"decodes": 0},

@@ -163,7 +163,7 @@ def test_where_the_time_of_a_request_went_and_the_list_of_requests() -> None:
         assert (a["prefill"], a["output_tokens"]) == ("p0", 4)
         assert [row["request"] for row in await listed(it, "?outcome=refused&limit=5")] == ["b"]
         assert await listed(it, "?late=1&instance=d0") == []
-        for query, param in (("limit=0", "limit"), ("late=maybe", "late"), ("x=1", None)):
+        for query, param in (("limit=0", "limit"), ("late=maybe", "late"), ("x=1", "x")):
             assert (await listed(it, f"?{query}"))["error"]["param"] == param
 
     run(test)

@@ -195,7 +195,7 @@ def test_each_view_of_an_empty_cluster() -> None:
         assert "No request has come since this process started" in requests
         assert "No instance has joined" in instances
         assert "No prompt with a full block of tokens has come yet" in cache
-        assert "No request was over since this process started" in tenants
+        assert "No request has ended since this process started" in tenants
 
     on(site, test)
 

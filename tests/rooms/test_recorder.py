@@ -7,6 +7,7 @@ import errno
 import gzip
 import json
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -93,7 +94,7 @@ def test_a_recording_is_a_trace(tmp_path: Path) -> None:
     assert oct(file.stat().st_mode & 0o777) == "0o600"
     for path in (folder, file):
         trace = read_trace(path)
-        assert trace.block_size == b["block_size"] >= 64
+        assert trace.block_size == b["block_size"] >= 32
         first, second = trace.rows
         assert (first.at_us, first.input_tokens, first.output_tokens) == (0, 50 * SIZE + 1, 5)
         shared = 48 * SIZE // trace.block_size
@@ -133,9 +134,65 @@ def test_recordings_of_different_block_sizes_are_not_mixed(tmp_path: Path) -> No
     row = {"timestamp": 1, "input_length": 3, "output_length": 1, "hash_ids": [1]}
     lines = [json.dumps(row | {"block_size": size}) for size in (8, 16)]
     (tmp_path / "requests-1.jsonl.gz").write_bytes(gzip.compress("\n".join(lines).encode()))
-    with pytest.raises(ConfigError, match="read them apart") as caught:
+    with pytest.raises(ConfigError, match="another folder") as caught:
         read_trace(tmp_path)
     assert "block_size" in str(caught.value)
+
+
+def test_a_fault_names_the_file_of_the_folder(tmp_path: Path) -> None:
+    """Lines count through all files, and the error says which one it is."""
+    row = {"timestamp": 1, "input_length": 3, "output_length": 1, "hash_ids": [1]}
+    for name, rows in (("1", [row, row]), ("2", [row, {"timestamp": 1}])):
+        text = "\n".join(map(json.dumps, rows)) + "\n"
+        (tmp_path / f"requests-{name}.jsonl.gz").write_bytes(gzip.compress(text.encode()))
+    with pytest.raises(ConfigError, match=r"requests-2.jsonl.gz:2: input_length"):
+        read_trace(tmp_path)
+    done = CliRunner().invoke(cli, ["trace", "validate", str(tmp_path)])
+    assert "requests-2.jsonl.gz:2: input_length" in done.stdout
+
+
+def test_an_outage_leaves_the_block_size_as_it_was(tmp_path: Path) -> None:
+    """What is recorded while no instance is there can be read with the rest. What came before any
+    instance had joined is not recorded."""
+
+    async def test(recorder: Recorder, serve: Serve) -> None:
+        loop = recorder._conductor
+        joined, there = loop.instances(), False
+        loop.instances = lambda: joined if there else []  # type: ignore[method-assign]
+        serve("early", 3)
+        there = True
+        serve("a", 3)
+        there = False
+        serve("late", 3)
+        assert (await status(recorder))["dropped"] == 1
+
+    run(tmp_path, test)
+    a, late = rows_of(tmp_path)
+    assert (a["request"], late["request"]) == ("a", "late")
+    assert a["block_size"] == late["block_size"]
+    assert len(read_trace(tmp_path).rows) == 2
+
+
+def test_a_block_size_that_contradicts_the_rows_is_an_error(tmp_path: Path) -> None:
+    """It would be ignored else."""
+
+    async def test(recorder: Recorder, serve: Serve) -> None:
+        serve("a", 1)
+
+    run(tmp_path, test)
+    with pytest.raises(ConfigError, match="leave --block-size out"):
+        read_trace(tmp_path, block_size=99)
+
+
+def test_a_file_that_somebody_has_deleted_is_begun_anew(tmp_path: Path) -> None:
+    """Another process went over its bound, or an operator removed the folder."""
+    files = RecordingFiles(tmp_path / "r", 1 << 20)
+    files.append(b"1\n")
+    shutil.rmtree(tmp_path / "r")
+    files.append(b"2\n")
+    files.append(b"3\n")
+    [file] = (tmp_path / "r").iterdir()
+    assert gzip.decompress(file.read_bytes()) == b"2\n3\n"
 
 
 def test_what_is_stopped_records_nothing_until_it_is_started(tmp_path: Path) -> None:
@@ -200,9 +257,10 @@ def test_a_full_disk_is_an_alarm_and_loses_only_rows(
     def full(fd: int, data: bytes) -> int:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(os, "write", half)
-    with pytest.raises(OSError, match="No space"):
-        files.append(b"lost\n")
+    for _ in range(2):  # the second time in a file of its own, which goes
+        monkeypatch.setattr(os, "write", half)
+        with pytest.raises(OSError, match="No space"):
+            files.append(b"lost\n")
     monkeypatch.setattr(os, "write", real)
     files.append(b"after\n")
     texts = [gzip.decompress(path.read_bytes()) for path in sorted(tmp_path.iterdir())]
@@ -296,4 +354,4 @@ def test_a_recording_can_be_drawn(tmp_path: Path) -> None:
     other.write_text('{"timestamp": 0}\n')
     done = CliRunner().invoke(cli, ["trace", "perfetto", str(other), "-o", str(drawn)])
     assert done.exit_code == 2
-    assert "trace.jsonl:1: is no row of a recording" in done.stderr
+    assert "trace.jsonl:1: is no row that --record" in done.stderr

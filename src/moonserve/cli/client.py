@@ -166,7 +166,10 @@ class Client:
                     f"{self._url} does not answer: {getattr(err, 'strerror', None) or err!r}"
                 ) from err
             if reply.status != 200:
-                raise EngineFailed(f"{method} {path}: {reply.status} {self._said(text)}")
+                said = self._said(text)
+                if reply.status == 401:
+                    said += "; for commands, set MOONSERVE_TOKEN to the cluster's token or a key"
+                raise EngineFailed(f"{method} {path}: {reply.status} {said}")
             yield reply
         finally:
             connection.close()

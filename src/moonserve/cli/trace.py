@@ -137,6 +137,7 @@ def validate(file: Path, at_most: int, block_size: int, as_json: bool) -> None:
     hash_ids must have one id for each block of the input, none twice.
     """
 
+    from moonserve.sim.trace import place_of
     from moonserve.sim.trace import validate as check
 
     good, faults = check(input_path(file), at_most, block_size)
@@ -144,7 +145,8 @@ def validate(file: Path, at_most: int, block_size: int, as_json: bool) -> None:
         print_json({"good_rows": good, "faults": faults})
     else:
         for fault in faults:
-            click.echo(f"{file}:{fault.line}: {fault.field}: {fault.message}")
+            place = place_of(file, fault.line)
+            click.echo(f"{place}: {fault.field}: {fault.message}")
         more = " (stopped there)" if len(faults) >= at_most else ""
         click.echo(f"{good} good rows, {len(faults)} faults{more}")
     if faults:
@@ -252,7 +254,9 @@ def perfetto(recording: Path, requests: int | None, output: BinaryIO) -> None:
     from moonserve.show.perfetto import chrome_trace
     from moonserve.sim.trace import recorded_requests
 
-    output.write(chrome_trace(deque(recorded_requests(recording), maxlen=requests)))
+    drawn = deque(recorded_requests(recording), maxlen=requests)
+    output.write(chrome_trace(drawn))
+    click.echo(f"{len(drawn):,} requests drawn; open the file at ui.perfetto.dev", err=True)
 
 
 def _read(file: Path, block_size: int) -> Trace:

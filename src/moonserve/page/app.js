@@ -38,7 +38,7 @@ function show() {
   running?.stop();
   const [path, ...rest] = location.hash.replace(/^#\/?/, "").split("/");
   const known = VIEWS.find(([name]) => name === path) ?? VIEWS[0];
-  const detail = path === "requests" && rest.length ? decodeURIComponent(rest.join("/")) : null;
+  const detail = path === "requests" && rest.length ? decoded(rest.join("/")) : null;
   for (const link of at("views").children) {
     if (link.dataset.view === known[0]) link.setAttribute("aria-current", "page");
     else link.removeAttribute("aria-current");
@@ -47,6 +47,15 @@ function show() {
   const root = el("div");
   at("main").replaceChildren(root);
   running = detail === null ? run(known[2](root, frame)) : run(request(root, frame, detail));
+}
+
+/** The text that an address means; an address that is no such text means itself. */
+function decoded(text) {
+  try {
+    return decodeURIComponent(text);
+  } catch {
+    return text;
+  }
 }
 
 /** Call a view's update until it is stopped. */
@@ -77,13 +86,16 @@ function run(view) {
     if (!stopped.signal.aborted && view.every && !paused) again(Math.min(SLOWEST_MS, view.every * 2 ** Math.min(misses, 4)));
   };
   const wake = () => again(0);
-  document.addEventListener("visibilitychange", wake);
+  const seen = () => {
+    if (!paused) wake();
+  };
+  document.addEventListener("visibilitychange", seen);
   turn();
   return {
     stop() {
       stopped.abort();
       clearTimeout(timer);
-      document.removeEventListener("visibilitychange", wake);
+      document.removeEventListener("visibilitychange", seen);
     },
     wake,
   };

@@ -8,7 +8,7 @@ const KINDS = [
   ["late", "&late=true"],
   ["refused", "&outcome=refused"],
   ["failed", "&outcome=failed"],
-  ["under way", "&outcome=running"],
+  ["under way", "&outcome=under_way"],
 ];
 const LIMITS = [100, 500];
 

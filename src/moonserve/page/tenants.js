@@ -33,7 +33,7 @@ function list(rows) {
     ];
   });
   return [
-    table("Tenants", heads, cells, "No request was over since this process started. A tenant comes from the API key of a request, or from its header x-moonserve-tenant."),
+    table("Tenants", heads, cells, "No request has ended since this process started. A tenant comes from the API key of a request, or from its header x-moonserve-tenant."),
     rows.length ? note("At most 1,000 tenants are counted by themselves; the rest is in “other”.") : null,
   ];
 }

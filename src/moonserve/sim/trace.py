@@ -80,7 +80,7 @@ def read_trace(path: Path, limit: int | None = None, block_size: Tokens = BLOCK_
     size, found = _read(path, block_size)
     for row in islice(found, most):
         if isinstance(row, Fault):
-            raise ConfigError(row.message, f"{path}:{row.line}: {row.field}")
+            raise ConfigError(row.message, f"{place_of(path, row.line)}: {row.field}")
         rows.append(row)
     if not rows:
         raise ConfigError(_EMPTY, str(path))
@@ -129,8 +129,18 @@ def recorded_requests(path: Path) -> Iterator[RecordedRequest]:
         try:
             yield decode(text)
         except UNREADABLE as err:
-            what = f"is no row of a recording of this version: {err}"
-            raise ConfigError(what, f"{path}:{line}") from None
+            what = f"is no row that --record of this version has written: {err}"
+            raise ConfigError(what, place_of(path, line)) from None
+
+
+def place_of(path: Path, line: int) -> str:
+    """The file and line of a line of a trace: lines of a recording count through all its files."""
+    for file in _files(path):
+        count = sum(1 for _ in lines_of(file)) if path.is_dir() else line
+        if line <= count:
+            return f"{file}:{line}"
+        line -= count
+    return f"{path}:{line}"
 
 
 def scale(trace: Trace, speed: float = 1.0, lengths: int = 1) -> Trace:
@@ -214,6 +224,9 @@ def _read(path: Path, block_size: Tokens) -> tuple[Tokens, Iterator[Row | Fault]
     whole = chain([first], lines)  # no seek: a pipe has none
     if first.lstrip().startswith("{"):
         size = _said_block_size(first) or block_size
+        if block_size not in (BLOCK_SIZE, size):
+            what = f"{block_size} is not what the rows say: {size}; leave --block-size out"
+            raise ConfigError(what, "block_size")
         rows = _json_rows(whole, size)
         if _is_recording(path):
             rows = by_arrival(rows)
@@ -235,12 +248,17 @@ def _is_recording(path: Path) -> bool:
     return path.is_dir() or path.name.endswith(_RECORDED)
 
 
-def lines_of(path: Path) -> Iterator[str]:
-    """The lines of a file, or of all files of a recording. Raises ConfigError."""
+def _files(path: Path) -> list[Path]:
+    """The files of a trace, which is a recording if it is a folder. Raises ConfigError."""
     files = sorted(path.glob(f"*{_RECORDED}")) if path.is_dir() else [path]
     if not files:
         raise ConfigError(f"has no recording (*{_RECORDED})", str(path))
-    for file in files:
+    return files
+
+
+def lines_of(path: Path) -> Iterator[str]:
+    """The lines of a file, or of all files of a recording. Raises ConfigError."""
+    for file in _files(path):
         try:
             if file.name.endswith(_RECORDED):
                 with gzip.open(file, "rt", encoding="utf-8", errors="replace") as text:
@@ -249,7 +267,8 @@ def lines_of(path: Path) -> Iterator[str]:
                 with file.open(encoding="utf-8-sig", errors="replace", newline="") as text:
                     yield from text
         except (EOFError, gzip.BadGzipFile, zlib.error) as err:
-            raise ConfigError(f"is damaged, leave it out: {err}", str(file)) from None
+            what = f"is damaged: {err}; move it to another folder"
+            raise ConfigError(what, str(file)) from None
         except OSError as err:
             raise ConfigError(f"cannot be read: {err.strerror}", str(file)) from err
 
@@ -340,7 +359,9 @@ def _json_rows(file: Iterable[str], block_size: Tokens) -> Iterator[Parsed]:
             yield line, _not_json(line, err)
             continue
         if it.block_size not in (0, block_size):
-            what = f"is {it.block_size}, and {block_size} in the first row; read them apart"
+            what = f"is {it.block_size}, and {block_size} before; move such files to another folder"
+            if it.block_size < 0:
+                what = f"is {it.block_size}, and must be at least 1; correct or drop the row"
             yield line, Fault(line, "block_size", what)
             continue
         at_ms = max(-_TOO_LATE_MS, min(it.timestamp, _TOO_LATE_MS))  # a product stays finite

@@ -84,11 +84,11 @@ def verdict(tally: Tally, seconds: int, pools: Pools, slo: Slo, alarms: int) -> 
         text += f"; {refused:,} requests were refused in {span}." if refused else "."
         return ClusterVerdict("bad", text, "none")
     if not judged:
-        instances = f"{pools.prefills} prefill and {pools.decodes} decode instances"
-        now = f"{pools.under_way:,} under way on" if pools.under_way else "waiting are"
+        instances = f"{pools.prefills} prefill and {pools.decodes} decode"
+        now = f"{pools.under_way:,} are under way" if pools.under_way else "none is under way"
         return ClusterVerdict(
             "late" if alarms else "idle",
-            f"No request was over in {span}; {now} {instances}.",
+            f"No request ended in {span}; {now}. Instances: {instances}.",
             "none",
         )
     binds = binding(tally, pools, slo)

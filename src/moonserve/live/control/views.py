@@ -53,6 +53,7 @@ class DecisionsAsked(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     limit: Annotated[int, msgspec.Meta(ge=1, le=1_000)] = 100
     outcome: str = ""
+    """As in Record; `under_way`: waiting or running."""
     tenant: str | None = None
     instance: str = ""
     """One that prefilled or decoded it, or would have."""
@@ -64,7 +65,7 @@ class DecisionsAsked(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         decision = record.decision
         placed_at = () if decision is None else (decision.prefill, decision.decode)
         return (
-            self.outcome in ("", record.outcome)
+            self.outcome in ("", record.outcome, "" if record.is_closed else "under_way")
             and self.tenant in (None, record.tenant)
             and (not self.instance or self.instance in placed_at)
             and (not self.late or record.is_good is False)
@@ -125,7 +126,8 @@ class Api:
         wanted = RequestId(request.path.removeprefix(DECISIONS_PREFIX))
         record = self._conductor.account.find(wanted)
         if record is None:
-            raise NoDecision(f"no decision is kept for request {wanted}", "request id")
+            kept = "the latest 500 requests are kept, and a recording has older ones"
+            raise NoDecision(f"no decision is kept for request {wanted}; {kept}", "request id")
         return json_response(explained(record, self._clock_ms()))
 
     async def _decisions(self, request: HttpRequest) -> Response:

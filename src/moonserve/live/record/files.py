@@ -51,7 +51,7 @@ class RecordingFiles:
     def append(self, lines: bytes) -> None:
         """Write whole lines. Raises OSError; then none of them is in the file."""
         member = gzip.compress(lines, 6)
-        if self._fd is not None and self._is_full(len(member)):
+        if self._fd is not None and (self._is_full(len(member)) or self._is_deleted(self._fd)):
             self.close()
         if self._fd is None:
             self._open()
@@ -64,6 +64,8 @@ class RecordingFiles:
         except OSError:
             with suppress(OSError):  # a broken member would make the rest of the file unreadable
                 os.ftruncate(fd, self._size)
+            if not self._size and self.path is not None:
+                self.path.unlink(missing_ok=True)
             self.close()
             raise
         self._size += len(member)
@@ -79,7 +81,14 @@ class RecordingFiles:
         too_large = self._size > 0 and self._size + more > self._file_bytes
         return too_large or time.monotonic() - self._began_s > _FILE_S
 
+    @staticmethod
+    def _is_deleted(fd: int) -> bool:
+        """Whether somebody has deleted the file: another process whose bound it went over, or an
+        operator."""
+        return os.fstat(fd).st_nlink == 0
+
     def _open(self) -> None:
+        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         at = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
         name = f"{_PREFIX}{at}-{os.getpid()}-{next(self._count):04}{SUFFIX}"
         path = self.folder / name

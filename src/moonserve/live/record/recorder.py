@@ -39,7 +39,7 @@ _BATCH = 512
 _PAUSE_S = 1.0
 """How long rows wait for others, so that they are compressed together."""
 _STOP_S = 5.0
-_LEAST_BLOCK: Tokens = 64
+_LEAST_BLOCK: Tokens = 32
 """Blocks of a recording are at least so long: of shorter ones a long prompt has thousands."""
 _FIRST_GUESS: Tokens = 128
 """The output of requests that were not served, until one was served."""
@@ -64,7 +64,6 @@ class RecordingStatus(msgspec.Struct, frozen=True):
 class _Waiting(NamedTuple):
     record: Record
     keys: Sequence[BlockKey]
-    key_tokens: Tokens
     since_us: Micros
     """What to add to the record's times, to count from 1970."""
 
@@ -77,7 +76,8 @@ class Recorder(ProcessPart):
     ) -> None:
         """folder: empty: it cannot record. most_bytes: of all recordings in the folder."""
         self._conductor = conductor
-        self._files = RecordingFiles(Path(folder), most_bytes) if folder else None
+        path = Path(folder).expanduser()
+        self._files = RecordingFiles(path, most_bytes) if folder else None
         self._salt = secrets.token_bytes(32)
         self._is_on = False
         self._waiting: deque[_Waiting] = deque()
@@ -87,6 +87,8 @@ class Recorder(ProcessPart):
         self._dropped = 0
         self._failure = ""
         self._guess = _OutputGuess()
+        self._key_tokens: Tokens = 0
+        """How many tokens a key stands for; 0: no instance has ever joined."""
         conductor.watch_ended(self._take)
         health.report_alarms(self._alarms)
 
@@ -129,19 +131,23 @@ class Recorder(ProcessPart):
         if len(self._waiting) >= _MOST_WAITING:
             self._dropped += 1
             return
+        size = self._key_tokens or self._find_key_tokens()
+        if not size:
+            self._dropped += 1  # nothing could be served yet
+            return
+        keys = record.keys if record.prompt_tokens // size == len(record.keys) else ()
         since_us = time.time_ns() // 1_000 - self._conductor.now_us()
-        self._waiting.append(_Waiting(record, record.keys, self._key_tokens(record), since_us))
+        self._waiting.append(_Waiting(record, keys, since_us))
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name="recorder", daemon=True)
             self._thread.start()
 
-    def _key_tokens(self, record: Record) -> Tokens:
-        """How many tokens a key stands for. Instances of other block sizes have other keys."""
-        for info in self._conductor.instances():
-            size = info.namespace.block_size
-            if info.model == record.model and record.prompt_tokens // size == len(record.keys):
-                return size
-        return 0
+    def _find_key_tokens(self) -> Tokens:
+        """The block size of the first instance that joined. All rows of one process have the same,
+        so keys of instances with another one are left out."""
+        sizes = (info.namespace.block_size for info in self._conductor.instances())
+        self._key_tokens = next(sizes, 0)
+        return self._key_tokens
 
     # The thread.
 
@@ -172,12 +178,11 @@ class Recorder(ProcessPart):
         self._failure = ""
 
     def _row(self, it: _Waiting) -> object:
-        record, key_tokens = it.record, it.key_tokens
-        keys = it.keys if key_tokens else ()
-        size = max(1, key_tokens)
+        size = self._key_tokens
         block_size = size * -(-_LEAST_BLOCK // size)
-        guess = self._guess.after(record)
-        return recorded(record, keys, size, block_size, self._salt, _clock_ms(it.since_us), guess)
+        guess = self._guess.after(it.record)
+        clock_ms = _clock_ms(it.since_us)
+        return recorded(it.record, it.keys, size, block_size, self._salt, clock_ms, guess)
 
     # What others read.
 
