@@ -61,10 +61,10 @@ def test_parts_give_the_same_tokens_sooner(workers: int) -> None:
                 spans.append(span)
             assert spans[-1].began_us < spans[0].ended_us, "they overlap"
             await ask(it, PROMPT, "again")
-            assert record(it, "again").cached_tokens == FULL
+            assert record(it, "again").measured.cached_tokens == FULL
             await ask(it, [*PROMPT, *range(900)], "longer")
             assert len(record(it, "longer").decision.stages) == workers
-            assert record(it, "longer").cached_tokens == FULL
+            assert record(it, "longer").measured.cached_tokens == FULL
             await it.settle()
 
     asyncio.run(asyncio.wait_for(main(), 60))

@@ -152,9 +152,10 @@ def test_where_the_time_of_a_request_went_and_the_list_of_requests() -> None:
         stages = (await decision(it, "a"))["stages"]
         assert stages["compute_ms"] >= 30
         parts = ("queue_ms", "load_ms", "compute_ms", "publish_ms")
-        assert 30 <= sum(stages[part] for part in parts) <= stages["prefill_ms"]
+        assert 30 <= sum(stages[part] for part in parts) <= stages["prefill_ms"] + 0.001
         steps = ("waited_ms", "prefill_ms", "handover_ms", "decode_ms")
-        assert stages["prefill_ms"] <= sum(stages[step] for step in steps) <= stages["total_ms"]
+        all_ms = sum(stages[step] for step in steps)
+        assert stages["prefill_ms"] <= all_ms <= stages["total_ms"] + 0.001
         await post(it, x_request_id="b", x_moonserve_ttft_slo_ms="0.001")
         await it.settle()
         [b, a] = await listed(it, "?limit=2")

@@ -86,9 +86,9 @@ def test_a_group_computes_under_the_salt() -> None:
             first = await ask(it, "first", prompt, "A")
             assert first.decision is not None
             assert len(first.decision.stages) == 2
-            assert (await ask(it, "other", prompt, "B")).cached_tokens == 0
+            assert (await ask(it, "other", prompt, "B")).measured.cached_tokens == 0
             found = await ask(it, "again", prompt, "A")
-            assert found.cached_tokens == len(prompt) // BLOCK * BLOCK
+            assert found.measured.cached_tokens == len(prompt) // BLOCK * BLOCK
 
     asyncio.run(asyncio.wait_for(main(), 60))
 

@@ -383,6 +383,9 @@ def test_reply_shapes_are_vllms() -> None:
             port = p0.info.url.rpartition(":")[2]
             [token] = reference(prompt, 1)
             assert isinstance(whole.pop("created"), int)
+            times = whole.pop("prefill_times")  # ours, beside vLLM's fields
+            assert sorted(times) == ["compute_us", "load_us", "publish_us", "queue_us"]
+            assert min(times.values()) >= 0
             assert whole == {
                 "id": "cmpl-abc",
                 "object": "text_completion",
