@@ -6,6 +6,8 @@ Under a virtual-time loop it gives virtual time. Only `live` may use it.
 from __future__ import annotations
 
 import asyncio
+import time
+from collections.abc import Callable
 
 from moonserve.core.units import MICROS_PER_SECOND, Micros
 
@@ -20,3 +22,14 @@ class LoopClock:
     async def sleep_us(self, us: Micros) -> None:
         """Sleep on the loop."""
         await asyncio.sleep(us / MICROS_PER_SECOND)
+
+
+def since_1970_us(now_us: Micros) -> Micros:
+    """What to add to a time of a clock that shows `now_us`, so that it counts from 1970."""
+    return time.time_ns() // 1_000 - now_us
+
+
+def wall_ms(since_us: Micros) -> Callable[[Micros], int]:
+    """Turns times of a clock into milliseconds since 1970; since_us: what `since_1970_us`
+    returned."""
+    return lambda us: (since_us + us) // 1_000

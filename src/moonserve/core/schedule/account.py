@@ -2,7 +2,7 @@
 
 It reads the facts that a driver gives to the Conductor and the actions that come back, and what the
 drivers of requests measured; it decides nothing. Its memory is bounded by the requests under way
-and by `_KEPT`.
+and by `KEPT`.
 
 A request is over when its driver has closed it and the Conductor has released it, whichever comes
 last: only then is its record complete.
@@ -30,7 +30,7 @@ from moonserve.core.schedule.facts import Arrived, DecodeEnded, PrefillEnded
 from moonserve.core.schedule.record import Measured, Record
 from moonserve.core.units import BlockKey, Micros, RequestId, Tokens
 
-_KEPT = 500
+KEPT = 500
 """Records of requests that are over. A record has some kilobytes and is written once: many more
 would evict from the processor's caches what every request needs."""
 
@@ -259,7 +259,7 @@ class Account:
         record.keys = ()
         self._over.pop(record.id, None)  # an earlier request of this id
         self._over[record.id] = record
-        while len(self._over) > _KEPT:
+        while len(self._over) > KEPT:
             self._over.popitem(last=False)
 
     def _depose(self) -> None:

@@ -27,6 +27,7 @@ from moonserve.core.schedule.history import (
 from moonserve.core.schedule.record import Record
 from moonserve.core.schedule.verdict import verdict
 from moonserve.core.units import Tokens
+from moonserve.live.clock import since_1970_us
 from moonserve.live.control.leadership import Leadership
 from moonserve.live.control.loop import ConductorLoop
 from moonserve.live.health import Health
@@ -89,7 +90,7 @@ class Observed:
 
     def start(self) -> None:
         """Begin to note what happens."""
-        self._began_ms = time.time_ns() // 1_000_000 - self._conductor.now_us() // 1_000
+        self._began_ms = since_1970_us(self._conductor.now_us()) // 1_000
         self._watching = [
             keep_doing("the history of the last hours", self._watch),
             keep_doing("looking at the pool", self._watch_store),

@@ -6,7 +6,6 @@ Control mounts the handlers and lists the collectors, which read the Conductor's
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import islice
 from typing import Annotated, Any, TypeAlias, TypeVar
@@ -21,12 +20,14 @@ from prometheus_client.metrics_core import (
 from prometheus_client.registry import Collector
 
 from moonserve.core.errors import BadRequest
+from moonserve.core.schedule.account import KEPT
 from moonserve.core.schedule.facts import InstanceInfo
 from moonserve.core.schedule.hot import SKIPPED
 from moonserve.core.schedule.record import Record
 from moonserve.core.schedule.shown import explained, listed
 from moonserve.core.schedule.view import InstanceView
 from moonserve.core.units import MICROS_PER_SECOND, Micros, RequestId
+from moonserve.live.clock import since_1970_us, wall_ms
 from moonserve.live.control.loop import ConductorLoop
 from moonserve.live.drive.lost import without_addresses
 from moonserve.live.health import Health
@@ -126,7 +127,7 @@ class Api:
         wanted = RequestId(request.path.removeprefix(DECISIONS_PREFIX))
         record = self._conductor.account.find(wanted)
         if record is None:
-            kept = "the latest 500 requests are kept, and a recording has older ones"
+            kept = f"the latest {KEPT} requests are kept, and a recording has older ones"
             raise NoDecision(f"no decision is kept for request {wanted}; {kept}", "request id")
         return json_response(explained(record, self._clock_ms()))
 
@@ -138,8 +139,7 @@ class Api:
 
     def _clock_ms(self) -> Callable[[Micros], int]:
         """Milliseconds since 1970 for a time of the Conductor."""
-        since_us = time.time_ns() // 1_000 - self._conductor.now_us()
-        return lambda us: (since_us + us) // 1_000
+        return wall_ms(since_1970_us(self._conductor.now_us()))
 
 
 def target(info: InstanceInfo) -> dict[str, Any]:

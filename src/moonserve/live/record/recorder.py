@@ -7,12 +7,12 @@ room in the queue, or cannot be written, are counted and dropped. No request wai
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import secrets
 import threading
-import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,6 +24,7 @@ from moonserve.core.errors import BadRequest, ConfigError
 from moonserve.core.schedule.record import Record
 from moonserve.core.schedule.recorded import recorded
 from moonserve.core.units import BlockKey, Bytes, Micros, Tokens
+from moonserve.live.clock import since_1970_us, wall_ms
 from moonserve.live.control.loop import ConductorLoop
 from moonserve.live.control.views import Figures
 from moonserve.live.health import Health
@@ -123,7 +124,7 @@ class Recorder(ProcessPart):
         thread = self._thread
         if thread is not None:
             self._ending.set()
-            thread.join(_STOP_S)
+            await asyncio.to_thread(thread.join, _STOP_S)
 
     def _take(self, record: Record) -> None:
         if not self._is_on:
@@ -136,7 +137,7 @@ class Recorder(ProcessPart):
             self._dropped += 1  # nothing could be served yet
             return
         keys = record.keys if record.prompt_tokens // size == len(record.keys) else ()
-        since_us = time.time_ns() // 1_000 - self._conductor.now_us()
+        since_us = since_1970_us(self._conductor.now_us())
         self._waiting.append(_Waiting(record, keys, since_us))
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name="recorder", daemon=True)
@@ -181,7 +182,7 @@ class Recorder(ProcessPart):
         size = self._key_tokens
         block_size = size * -(-_LEAST_BLOCK // size)
         guess = self._guess.after(it.record)
-        clock_ms = _clock_ms(it.since_us)
+        clock_ms = wall_ms(it.since_us)
         return recorded(it.record, it.keys, size, block_size, self._salt, clock_ms, guess)
 
     # What others read.
@@ -241,7 +242,3 @@ class _OutputGuess:
             self._count = min(self._count + 1, 1_000)
             self._mean += (record.measured.tokens - self._mean) / self._count
         return round(self._mean)
-
-
-def _clock_ms(since_us: Micros) -> Callable[[Micros], int]:
-    return lambda us: (since_us + us) // 1_000
