@@ -1,4 +1,4 @@
-"""`moonserve top`: the overview of a running cluster in the terminal, anew every second."""
+"""`moonserve top`: the overview of a running cluster in the terminal, updated every second."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _REST_OF_SCREEN = "\x1b[J"
 @click.option("--url", default=URL, show_default=True, help="The gateway.")
 @click.option("--once", is_flag=True, help="Print the overview once, and end.")
 def top(url: str, once: bool) -> None:
-    """Show whether requests are in time, what binds, and each instance, anew every second.
+    """Show whether requests are in time, what binds, and each instance; update every second.
 
     Ctrl-C ends it. The numbers are of the last minute, as on the page /ui. It needs the cluster's
     token, or an API key of the scope admin, in MOONSERVE_TOKEN.

@@ -158,7 +158,7 @@ function facts(told) {
     ["Prompt", tokens(told.prompt_tokens)],
     ["Held by anyone", tokens(told.pool_tokens)],
     ["Reuse promised", tokens(told.reused_tokens)],
-    ["Reuse delivered", told.actual_cached_tokens === null ? (told.attempts ? "the engine does not tell" : null) : tokens(told.actual_cached_tokens)],
+    ["Reuse delivered", told.actual_cached_tokens === null ? (told.attempts ? "the engine does not report it" : null) : tokens(told.actual_cached_tokens)],
     ["Output", tokens(told.output_tokens)],
     ["TTFT", against(told.actual_ttft_ms, told.predicted_ttft_ms, told.ttft_slo_ms)],
     ["TBT, mean", against(told.actual_tbt_ms, told.predicted_tbt_ms, told.tbt_slo_ms)],
