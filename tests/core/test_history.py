@@ -81,18 +81,20 @@ def test_a_request_is_counted_by_what_became_of_it() -> None:
         tally.take(it)
     assert (tally.in_time, tally.late, tally.failed, tally.cancelled) == (1, 1, 2, 1)
     assert tally.refused == {"ttft_slo": 1}
-    assert tally.prompt_tokens == 5_000
+    assert tally.reuse.reported.prompt == 5_000
 
 
 def test_the_funnel_narrows() -> None:
     """Prompt tokens, held by anyone, held where it ran, promised, delivered; and how many tokens
     engines did not report."""
-    tally = Tally()
-    tally.take(record())
-    tally.take(record(measured=Measured(10)))
-    assert tally.prompt_tokens == 2_000
-    assert (tally.held_tokens, tally.chosen_tokens, tally.promised_tokens) == (1_200, 400, 1_000)
-    assert (tally.delivered_tokens, tally.told_tokens) == (400, 1_000)
+    history = ClusterHistory()
+    history.ended(record(), 0, 0)
+    history.ended(record(measured=Measured(10)), 0, 0)
+    second(history, 1)
+    [sample] = history.rings[0].samples
+    assert sample.prompt_tokens == 2_000
+    assert (sample.held_tokens, sample.chosen_tokens, sample.promised_tokens) == (1_200, 400, 1_000)
+    assert (sample.delivered_tokens, sample.told_tokens) == (400, 1_000)
 
 
 def test_coarse_samples_add_up_fine_ones() -> None:

@@ -136,7 +136,7 @@ def test_instances_that_do_not_fit_are_counted() -> None:
 
 def test_a_long_verdict_takes_several_lines() -> None:
     """It is not cut, and leaves fewer lines to instances."""
-    told = {**HISTORY, "verdict": {"text": "word " * 50}}
+    told = {**HISTORY, "verdict": {**HISTORY["verdict"], "text": "word " * 50}}
     lines = screen(told, INSTANCES, height=24)
     assert lines[:3] == [" ".join(["word"] * count) for count in (20, 20, 10)]
     assert len(lines) == 24

@@ -162,7 +162,7 @@ def test_prefill_time_is_what_was_of_use() -> None:
 def test_a_prefix_of_a_resumed_request_counts_up_to_its_prompt() -> None:
     """A decision about prompt and answer together does not make more hits than prompts."""
     longer = msgspec.structs.replace(DECISION, prompt_tokens=1_050, pool_tokens=1_040)
-    assert counted(but(decision=longer)).funnel.held == 1_000
+    assert counted(but(decision=longer)).reuse.reported.held == 1_000
 
 
 def test_so_many_tenants_have_sums_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:

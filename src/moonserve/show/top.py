@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Literal
 
 import msgspec
 
+from moonserve.core.schedule.history import Pools
+from moonserve.core.schedule.verdict import ClusterVerdict
 from moonserve.show.table import table
 
 _SAMPLES = 60
@@ -30,28 +31,6 @@ _HEADS = (
     "trust",
 )
 _COUNTED = tuple(name for name, _ in _FUNNEL)
-
-
-class ShownVerdict(msgspec.Struct):
-    """See core.schedule.verdict."""
-
-    text: str
-    level: str = ""
-    binding: Literal["prefill", "decode", "none"] = "none"
-
-
-class ShownPools(msgspec.Struct):
-    """See core.schedule.history.Pools."""
-
-    prefills: int = 0
-    decodes: int = 0
-    prefill_busy: float = 0.0
-    queue_ms: float = 0.0
-    decode_slots: float = 0.0
-    decode_kv: float = 0.0
-    step_ms: float = 0.0
-    waiting: float = 0
-    under_way: float = 0
 
 
 class ShownMinute(msgspec.Struct):
@@ -75,8 +54,8 @@ class HistoryReply(msgspec.Struct):
     """What GET /api/history answers, as far as it is shown here."""
 
     now_ms: float
-    verdict: ShownVerdict
-    pools: ShownPools
+    verdict: ClusterVerdict
+    pools: Pools
     minute: ShownMinute
     columns: dict[str, list[float | None]]
     alarms: list[str] = []

@@ -14,6 +14,7 @@ from typing import Literal, TypeAlias, get_args
 import msgspec
 
 from moonserve.core.schedule.actions import Reason
+from moonserve.core.schedule.funnel import Funnel, Reuse
 from moonserve.core.schedule.record import Record
 from moonserve.core.schedule.view import InstanceView
 from moonserve.core.units import BlockKey, Bytes, InstanceId, Micros, Tokens
@@ -93,18 +94,7 @@ class Tally:
         self.cancelled = 0
         self.refused: dict[str, int] = {}
         """By reason."""
-        self.prompt_tokens: Tokens = 0
-        """Of requests that were placed, as the next four."""
-        self.held_tokens: Tokens = 0
-        """Of these, the prefix that some instance held."""
-        self.chosen_tokens: Tokens = 0
-        """The prefix that the chosen instance itself held."""
-        self.promised_tokens: Tokens = 0
-        """The prefix that the decision planned to reuse."""
-        self.delivered_tokens: Tokens = 0
-        """The prefix that the engine reports to have reused."""
-        self.told_tokens: Tokens = 0
-        """The prompts of those whose engine reported it."""
+        self.reuse = Reuse()
         self.output_tokens: Tokens = 0
         self.ttft = Durations()
         self.tbt = Durations()
@@ -124,16 +114,8 @@ class Tally:
                 self.in_time += 1
             case "late":
                 self.late += 1
+        self.reuse.take(record)
         measured = record.measured
-        decision = record.decision
-        if decision is not None:
-            self.prompt_tokens += record.prompt_tokens
-            self.held_tokens += decision.pool_tokens
-            self.chosen_tokens += decision.chosen.local_tokens
-            self.promised_tokens += decision.reused_tokens
-            if measured.cached_tokens is not None:
-                self.delivered_tokens += measured.cached_tokens
-                self.told_tokens += record.prompt_tokens
         self.output_tokens += measured.tokens
         if record.first_us is not None:
             self.ttft.add(record.first_us - record.arrived_us)
@@ -146,14 +128,12 @@ class Tally:
             setattr(self, name, getattr(self, name) + getattr(other, name))
         for reason, count in other.refused.items():
             self.refused[reason] = self.refused.get(reason, 0) + count
+        self.reuse.merge(other.reuse)
         self.ttft.merge(other.ttft)
         self.tbt.merge(other.tbt)
 
 
-_COUNTS = (
-    *("in_time", "late", "failed", "cancelled", "prompt_tokens", "held_tokens", "chosen_tokens"),
-    *("promised_tokens", "delivered_tokens", "told_tokens", "output_tokens"),
-)
+_COUNTS = ("in_time", "late", "failed", "cancelled", "output_tokens")
 
 
 class Pools(msgspec.Struct, frozen=True):
@@ -249,11 +229,14 @@ class HistorySample(msgspec.Struct, frozen=True):
     refused: tuple[int, ...]
     """By REASONS, and others last."""
     prompt_tokens: Tokens
+    """Of requests that were placed; this and the next three are sums of both funnels of Reuse."""
     held_tokens: Tokens
     chosen_tokens: Tokens
+    """The prefix that the chosen instance held."""
     promised_tokens: Tokens
     delivered_tokens: Tokens
     told_tokens: Tokens
+    """The prompts of those whose engine reported what it reused."""
     output_tokens: Tokens
     ttft_p50_ms: float | None
     ttft_p90_ms: float | None
@@ -338,10 +321,20 @@ class Ring:
         others = sum(tally.refused.values()) - sum(refused)
         ttft = [tally.ttft.quantile_ms(share) for share in (0.5, 0.9, 0.99)]
         tbt = [tally.tbt.quantile_ms(share) for share in (0.5, 0.9, 0.99)]
+        reported = tally.reuse.reported
+        every = Funnel()
+        every.merge(reported)
+        every.merge(tally.reuse.unreported)
         mean = {name: round(total / self._count, 4) for name, total in self._sums.items()}
         return HistorySample(
             at_ms=at_ms,
             refused=(*refused, others),
+            prompt_tokens=every.prompt,
+            held_tokens=every.held,
+            chosen_tokens=every.local,
+            promised_tokens=every.promised,
+            delivered_tokens=reported.delivered,
+            told_tokens=reported.prompt,
             ttft_p50_ms=ttft[0],
             ttft_p90_ms=ttft[1],
             ttft_p99_ms=ttft[2],
@@ -484,9 +477,9 @@ class ClusterHistory:
         }
         return msgspec.structs.replace(self.pools, **means)
 
-    def ring(self, step_s: int) -> Ring | None:
+    def ring(self, step_s: Literal[1, 15]) -> Ring:
         """The samples of this length."""
-        return next((ring for ring in self.rings if ring.step_s == step_s), None)
+        return self.rings[0 if step_s == 1 else 1]
 
 
 def columns(samples: Sequence[HistorySample]) -> dict[str, list[float | int | None]]:

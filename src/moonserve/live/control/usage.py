@@ -13,6 +13,7 @@ from typing import get_args
 import msgspec
 from prometheus_client.metrics_core import CounterMetricFamily, HistogramMetricFamily, Metric
 
+from moonserve.core.schedule.funnel import Reuse
 from moonserve.core.schedule.record import Fate, Record, StageTimes
 from moonserve.core.units import MICROS_PER_SECOND, Micros, Tokens
 from moonserve.live.drive.metrics import Buckets
@@ -53,28 +54,12 @@ class TenantUsage(msgspec.Struct):
     """Predicted work of prefills that were of no use."""
 
 
-class Funnel(msgspec.Struct):
-    """Prompt tokens of requests whose engine reported what it reused, and what became of them."""
-
-    prompt: Tokens = 0
-    held: Tokens = 0
-    """Their prefix that somebody in the pool held."""
-    local: Tokens = 0
-    """Their prefix that the chosen instance held."""
-    promised: Tokens = 0
-    """Their prefix that the decision planned to reuse."""
-    delivered: Tokens = 0
-    """Their prefix that the engine reused."""
-    unreported: int = 0
-    """Requests that were served by an engine that reported nothing: they are not in these sums."""
-
-
 class UsageSums:
     """See the module."""
 
     def __init__(self) -> None:
         self.outcomes: dict[Fate, int] = dict.fromkeys(get_args(Fate), 0)
-        self.funnel = Funnel()
+        self.reuse = Reuse()
         self.tenants: dict[str, TenantUsage] = {}
         self._stages = {stage: Buckets(_STAGE_BOUNDS_S) for stage in _STAGES}
 
@@ -83,7 +68,7 @@ class UsageSums:
         outcome = record.fate
         self.outcomes[outcome] += 1
         if outcome != "refused":
-            self._reused(record)
+            self.reuse.take(record)
         times = record.stages()
         if record.is_good is not None:
             self._took(times)
@@ -119,20 +104,6 @@ class UsageSums:
         else:
             tenant.prefill_us += parts.load_us + parts.compute_us
 
-    def _reused(self, record: Record) -> None:
-        funnel = self.funnel
-        decision = record.decision
-        cached = record.measured.cached_tokens
-        if decision is None or cached is None:
-            funnel.unreported += record.is_good is not None
-            return
-        prompt = record.prompt_tokens
-        funnel.prompt += prompt
-        funnel.held += min(prompt, decision.pool_tokens)
-        funnel.local += min(prompt, decision.chosen.local_tokens)
-        funnel.promised += min(prompt, decision.reused_tokens)
-        funnel.delivered += cached
-
     def _took(self, times: StageTimes) -> None:
         self._observe("waited", times.waited_us)
         self._observe("prefill", times.prefill_us)
@@ -166,7 +137,7 @@ class UsageSums:
         for outcome, count in self.outcomes.items():
             ended.add_metric((outcome,), count)
         yield ended
-        funnel = self.funnel
+        funnel = self.reuse.reported
         for name, text, value in (
             (
                 "prompt_tokens",
@@ -192,7 +163,7 @@ class UsageSums:
             (
                 "unreported_requests",
                 "Requests whose engine did not report what it reused.",
-                funnel.unreported,
+                self.reuse.unreported.served,
             ),
         ):
             yield CounterMetricFamily(f"moonserve_prefix_{name}", text, value=value)
