@@ -25,6 +25,7 @@ from moonserve.sim.plan import (
     max_speed,
     plan,
     prefill_bound,
+    requests_needed,
 )
 from moonserve.sim.setup import Setup
 from moonserve.sim.synthesize import synthesize
@@ -264,6 +265,33 @@ def test_what_is_wrong_is_named(flag: str, value: str) -> None:
     assert done.exit_code == 2
     assert flag.strip("-") in done.stderr.replace("_", "-")
     assert done.stderr.count("\n") == 1
+
+
+def test_a_plan_says_how_many_requests_it_needs() -> None:
+    """So many that one may miss, and that they come for longer than the TTFT objective."""
+    rows = [Row(second * 1_000_000, 100, 10, ()) for second in range(61)]
+    trace = Trace("t", 512, rows)
+    assert requests_needed(trace, SETUP, 0.99, None) == 100
+    assert requests_needed(trace, SETUP, 0.9, None) == 10
+    assert requests_needed(trace, SETUP, 1.0, None) == 0
+    assert requests_needed(trace, SETUP, 0.9, 2.0) == 61  # 61 / 60 s, twice as fast, for 30 s
+    at_once = Trace("t", 512, [rows[0]] * 50)
+    assert requests_needed(at_once, SETUP, 0.9, 99.0) == 10
+
+
+def test_a_plan_for_a_tiny_trace_warns(tmp_path: Path) -> None:
+    """It says how many requests there were, how many it needs, and what its speed is worth."""
+    path = tmp_path / "t.jsonl"
+    row = '{"timestamp": %d, "input_length": 600, "output_length": 2, "hash_ids": [1, 2]}\n'
+    path.write_text(row % 0 + row % 3_000)
+    argv = ["plan", "--trace", str(path), "--nodes", "2", "-j", "1", "--json"]
+    done = CliRunner().invoke(cli, argv)
+    assert done.exit_code == 0, done.output
+    found = json.loads(done.stdout)
+    assert found["requests"] == 2
+    assert found["requests_needed"] > 100
+    assert f"has 2 requests, and this answer needs {found['requests_needed']:,}" in done.stderr
+    assert "the speed is that of one burst" in done.stderr
 
 
 def test_the_program_plans(chat: Trace, tmp_path: Path) -> None:

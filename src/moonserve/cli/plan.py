@@ -80,6 +80,7 @@ def plan(
 
     from moonserve.sim.axes import setup_of, value_of
     from moonserve.sim.plan import plan as search
+    from moonserve.sim.plan import requests_needed
     from moonserve.sim.trace import read_trace
 
     for name, value in (("attainment", attainment), ("tolerance", tolerance)):
@@ -97,12 +98,16 @@ def plan(
     several = partial(_side_by_side, at_once) if at_once > 1 else None
     splits = search(read, setup, nodes, attainment, tolerance, tell, several)
     best = splits[0]
+    needed = requests_needed(read, setup, attainment, best.speed)
     if as_json:
         asked = {"trace": read.name, **settings, **goals, "nodes": nodes, "attainment": attainment}
         found = {"best": best, "requests_per_s": _rps(read, best), "splits": splits}
-        print_json({**asked, **found})
+        counts = {"requests": len(read.rows), "requests_needed": needed}
+        print_json({**asked, **found, **counts})
     else:
         click.echo(_verdict(read, best))
+    if len(read.rows) < needed:
+        click.echo(_too_few(len(read.rows), needed, attainment, ttft_slo), err=True)
 
 
 def _side_by_side(at_once: int, calls: Sequence[Callable[[], Try]]) -> list[Try]:
@@ -117,6 +122,17 @@ def _side_by_side(at_once: int, calls: Sequence[Callable[[], Try]]) -> list[Try]
             raise MoonserveError(f"a simulation failed: {outcome.reason}")
         found[at] = outcome
     return [found[at] for at in range(len(calls))]
+
+
+def _too_few(requests: int, needed: int, attainment: float, ttft_slo: str) -> str:
+    """What to say where a trace is too short for its answer."""
+    share = max(0.0, 1 - attainment)
+    return (
+        f"warning: the trace has {requests:,} requests, and this answer needs {needed:,} or more:"
+        f" so many that one is no more than {share:.2g} of all, and that they come for longer than"
+        f" the TTFT objective of {ttft_slo}. As it is, the speed is that of one burst."
+        " Record for longer, or write a longer trace with `moonserve trace`."
+    )
 
 
 def _rps(trace: Trace, split: Split) -> float | None:

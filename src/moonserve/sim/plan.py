@@ -10,11 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from heapq import heapify, heapreplace
+from math import ceil
 from typing import Literal, TypeAlias
 
 import msgspec
 
-from moonserve.core.units import Micros
+from moonserve.core.units import MICROS_PER_SECOND, Micros
 from moonserve.sim.cache import Cache
 from moonserve.sim.cluster import Simulation
 from moonserve.sim.metrics import Times, gaps_ms, paper_tbt_ms
@@ -372,6 +373,21 @@ def plan(
             others.append(best)
             best = next_one
     return [best, *others]
+
+
+def requests_needed(trace: Trace, setup: Setup, target: float, speed: float | None) -> int:
+    """How many requests a trace must have for this speed to hold for a lasting load.
+
+    One that misses must be no more than the share that may miss. And the requests must come for
+    longer than the TTFT objective: those of a shorter trace are one burst, which may wait until
+    then.
+    """
+    by_share = 0 if target >= 1 else ceil(round(1 / (1 - target), 6))
+    all_at_once = trace.rows[-1].at_us == trace.rows[0].at_us
+    if speed is None or setup.goal.ttft_us is None or all_at_once:
+        return by_share
+    per_s = speed * len(trace.rows) / _span_s(trace)
+    return max(by_share, ceil(per_s * setup.goal.ttft_us / MICROS_PER_SECOND))
 
 
 def _binds(
