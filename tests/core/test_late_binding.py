@@ -412,14 +412,17 @@ def test_an_impossible_objective_is_refused_at_once_though_decode_is_busy() -> N
 
 
 def test_who_waited_for_decode_is_refused_for_it() -> None:
-    """The TTFT can no longer be met, since decode had no room: the refusal says so."""
+    """The TTFT can no longer be met, since decode had no room: the refusal names the objectives of
+    decode only."""
     c = cluster("p0", "p1", "d0", slo=Slo(10_000, 300), admission="ttft")
     c.step(1, [arrived("a", length=300)])
     assert c.step(2, [arrived("b")]) == []
     refuse, _ = c.step(20_000, [])
     assert isinstance(refuse, Refuse)
     assert (refuse.request, refuse.reason) == ("b", "tbt_slo")
-    assert refuse.why.endswith("decode had no room for it within the TBT objectives")
+    waited, why = refuse.why.split(", ")
+    assert waited == "after 0.02 s of waiting"
+    assert why == "decode had no room for it within the TBT objectives"
 
 
 def stored(name: str, blocks: int, instance: str = "p0") -> BlocksStored:

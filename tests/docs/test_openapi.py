@@ -200,6 +200,38 @@ def test_bodies_are_described_whole() -> None:
         assert {*external._RESERVED} < {*passed.hidden} < {*passed.struct.__struct_fields__}
 
 
+def test_parameters_have_the_types_that_their_parsers_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A value of another type is refused by name, and every field of a query is described."""
+
+    async def body() -> None:
+        async with served("workers", monkeypatch) as it:
+            found = {}
+            for path, operations in (await it.document())["paths"].items():
+                for one in operations.get("get", {}).get("parameters", ()):
+                    if one["in"] != "query":
+                        continue
+                    found[path, one["name"]] = one["schema"]
+                    if one["schema"].get("type") == "string":
+                        continue
+                    said = await it.call("GET", f"{path}?{one['name']}=x")
+                    assert said.status == 400, (path, one)
+                    assert json.loads(said.body)["error"]["param"] == one["name"]
+        assert found["/api/decisions", "limit"] == {
+            "type": "integer",
+            "minimum": 1,
+            "maximum": 1_000,
+            "default": 100,
+        }
+        assert found["/api/segments", "limit"]["type"] == "integer"
+        assert found["/api/decisions", "late"]["type"] == "boolean"
+        assert found["/api/history", "step"]["enum"] == [1, 15]
+        for (_, path), route in OPERATIONS.items():
+            if route.query:
+                assert {*route.query} == {*route.asks.__struct_fields__}, path
+
+    asyncio.run(body())
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_document_holds_together(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """References lead to schemas, and names of operations are there once."""
@@ -244,7 +276,7 @@ def test_the_first_page_answers_everybody(kind: str, monkeypatch: pytest.MonkeyP
             assert plain.headers["content-type"].startswith("text/plain")
             said = await it.call("GET", "/", token="", accept="application/json")
             links = json.loads(said.body)["links"]
-            assert {"/health", "/metrics", "/openapi.json"} <= {*links}
+            assert {"/health", "/metrics", "/openapi.json", "/ui"} <= {*links}
             assert re.findall(r'href="([^"]+)"', page.body.decode()) == [*links]
             for path in links:
                 assert path in plain.body.decode()

@@ -245,6 +245,18 @@ def test_up_refuses_a_port_in_use() -> None:
     assert "port: " in result.stderr
 
 
+def test_up_refuses_a_folder_that_it_cannot_record_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file, or a folder below one, is reported before anything is fetched or started."""
+    monkeypatch.setattr("moonserve.cli.up._fetch_model", lambda ref: pytest.fail("too late"))
+    (tmp_path / "file").touch()
+    result = run("up", "--engine", "fake", "--port", "0", "--record", str(tmp_path / "file" / "x"))
+    assert result.exit_code == 2
+    assert result.output.startswith(f"error: record: {tmp_path}/file/x: recordings cannot be")
+    assert "Not a directory; name another folder" in result.output
+
+
 def test_a_cluster_keeps_secrets_out_of_argv_and_shares_the_cores(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -292,6 +304,7 @@ DECISION = {
     "holder": "p0",
     "predicted_ttft_ms": 320.4,
     "candidates": [],
+    "page": "/ui#/requests/r1",
 }
 
 
@@ -370,10 +383,20 @@ def test_ask_prints_the_answer_and_how_it_came_about(url: str) -> None:
         "prefill p0 (expected to reuse 2,016 of 2,051 tokens, from p0) → decode d0,"
         " predicted TTFT 320 ms" in result.stderr
     )
-    assert f"its account: {url}/ui#/requests/" in result.stderr
+    assert f"see this request on the page: {url}/ui#/requests/r1\n" in result.stderr
     roles = [(m["role"], m["content"]) for m in Gateway.asked["messages"]]
     assert roles == [("system", "Be kind."), ("user", "Hello?")]
     assert Gateway.asked["model"] == "tiny"
+
+
+def test_ask_names_the_page_only_where_it_is_served(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A gateway with --no-ui reports no page for a request."""
+    monkeypatch.setitem(DECISION, "page", None)
+    result = run("ask", "Hello?", "--url", url)
+    assert "prefill p0" in result.stderr
+    assert "page" not in result.stderr
 
 
 def test_ask_json_is_one_object(url: str) -> None:

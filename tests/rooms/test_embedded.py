@@ -225,6 +225,44 @@ def test_a_refused_request_costs_no_prefill() -> None:
     run(test)
 
 
+@pytest.mark.parametrize("has_page", [True, False])
+def test_a_refusal_and_each_line_of_the_log_name_the_page_where_there_is_one(
+    has_page: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A refused, a late and a failed request: each says where the page shows it, or nothing."""
+
+    async def test() -> None:
+        caplog.set_level("DEBUG", "moonserve")
+        world = World("p0", "d0", tuning=Tuning(admission="ttft"))
+        world.loop.has_page = has_page
+        world.wire.gates = {"computes": asyncio.Event()}
+        world.wire.faults = [("prefill", "computes", 0), ("decode", "short", 2)]
+        late = asyncio.ensure_future(collect(world.request("late", slo=Slo(ttft_us=100))))
+        await asyncio.sleep(0.01)
+        world.wire.gates["computes"].set()
+        assert (await late)[0] == expected(8)
+        with pytest.raises(Overloaded) as refused:
+            await collect(world.request("refused", slo=Slo(ttft_us=1)))
+        why = str(refused.value)
+        assert why.startswith("predicted TTFT of 0.09 ms misses the objective of 0.001 ms")
+        assert (
+            why.endswith("; the page for operators shows it at /ui#/requests/refused") is has_page
+        )
+        assert ("/ui" in why) is has_page
+        assert await world.settled() == NOTHING
+
+    run(test)
+    for said in (
+        "late: the call to d0 failed: ",
+        "late: missed its objectives",
+        "refused: predicted TTFT of 0.09 ms misses",
+    ):
+        [line] = [it for it in caplog.messages if it.startswith(said)]
+        link = f"; the page for operators shows it at /ui#/requests/{said.partition(':')[0]}"
+        assert line.endswith(link) is has_page, line
+        assert ("/ui" in line) is has_page
+
+
 @pytest.mark.parametrize("mode", ["ttft", "early"])
 def test_one_dropped_when_its_prefill_has_ended_leaves_nothing(mode: str) -> None:
     """Its client sees no token, its lease is released, and its places are free again."""

@@ -12,7 +12,9 @@ from typing import Any
 import pytest
 
 from moonserve import page
-from moonserve.core.request import Slo
+from moonserve.core.request import Request, Slo
+from moonserve.core.schedule.actions import Refuse
+from moonserve.core.units import RequestId
 from moonserve.live.access.scopes import scope_of
 from moonserve.live.http.auth import bearer
 from moonserve.live.http.client import ClientResponse
@@ -87,6 +89,9 @@ def test_without_the_page() -> None:
         assert (await get(it, "/ui")).status == 404
         assert (await get(it, "/ui/app.js")).status == 404
         assert (await told(it, "/api/history"))["step_s"] == 1
+        assert (
+            "/ui" not in json.loads((await get(it, "/", accept="application/json")).body)["links"]
+        )
 
     on(test, no_ui=True)
 
@@ -172,6 +177,22 @@ def test_the_history_shows_each_instance_and_pair() -> None:
         return {it["subject"]: it["detail"] for it in found["lane"] if it["what"] == "loss"}
 
     on(test, dead_after_us=2_000_000)
+
+
+@pytest.mark.parametrize("no_ui", [False, True])
+def test_a_request_names_its_address_on_the_page(no_ui: bool) -> None:
+    """Where the page is served, the explanation of a request has the path that shows it."""
+
+    async def test(it: Site) -> None:
+        loop = it.gateway.conductor
+        inbox: asyncio.Queue[Any] = asyncio.Queue()
+        loop.open(Request(RequestId("r.1"), "m", 9), (), inbox)
+        assert isinstance(await inbox.get(), Refuse)  # there is no instance
+        found = await told(it, "/api/decisions/r.1")
+        assert found["request"] == "r.1"
+        assert found["page"] == (None if no_ui else "/ui#/requests/r.1")
+
+    on(test, no_ui=no_ui)
 
 
 def test_the_prefixes_show_what_is_shared_and_held() -> None:

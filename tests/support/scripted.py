@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, Sequence
 
 import msgspec
 
-from moonserve.core.request import Request, Stopping
+from moonserve.core.request import Request, Slo, Stopping
 from moonserve.core.schedule.conductor import Conductor
 from moonserve.core.schedule.facts import InstanceInfo, Joined
 from moonserve.core.schedule.tuning import Tuning
@@ -21,6 +21,7 @@ from moonserve.live.http.client import UpstreamError
 from moonserve.live.ports import Output
 from tests.support.cluster import exact, info
 
+ANY = Slo()
 NOTHING = Promised(0, 0, 0, 0)
 PROMPT = tuple(range(9))
 
@@ -160,11 +161,13 @@ class World:
         joins = [Joined(info(n, "prefill" if n[0] == "p" else "decode")) for n in names]
         self.loop.core.step(0, joins)
 
-    def request(self, name: str = "r", count: int = 8) -> AsyncGenerator[Output, None]:
+    def request(
+        self, name: str = "r", count: int = 8, slo: Slo = ANY
+    ) -> AsyncGenerator[Output, None]:
         """Ask for `count` tokens."""
         stopping = Stopping(max_tokens=count)
         return self.cluster.generate(
-            Request(RequestId(name), "m", len(PROMPT), PROMPT, stopping=stopping)
+            Request(RequestId(name), "m", len(PROMPT), PROMPT, stopping=stopping, slo=slo)
         )
 
     async def settled(self) -> Promised:

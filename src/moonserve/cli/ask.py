@@ -17,7 +17,6 @@ import msgspec
 from moonserve.cli.client import URL, Client
 from moonserve.cli.output import print_json
 from moonserve.core.errors import ConfigError, EngineFailed
-from moonserve.page import path_of
 
 
 class ShownDecision(msgspec.Struct):
@@ -28,6 +27,7 @@ class ShownDecision(msgspec.Struct):
     reused_tokens: int = 0
     holder: str | None = None
     predicted_ttft_ms: float | None = None
+    page: str | None = None
 
 
 class Answer(msgspec.Struct):
@@ -91,10 +91,7 @@ def ask(
         return
     click.echo()
     sys.stdout.flush()
-    for line in story(answer):
-        click.echo(click.style(line, dim=True), err=True)
-    if answer.decision is not None and answer.request_id is not None:
-        line = f"its account: {url.rstrip('/')}{path_of(answer.request_id)}"
+    for line in story(answer, url.rstrip("/")):
         click.echo(click.style(line, dim=True), err=True)
 
 
@@ -109,8 +106,8 @@ def _text(prompt: str) -> str:
     return prompt
 
 
-def story(answer: Answer) -> Iterator[str]:
-    """Describe in one or two lines how the answer came about."""
+def story(answer: Answer, url: str) -> Iterator[str]:
+    """Describe in up to three lines how the answer came about. url: of the gateway."""
     times = [
         f"{name} {value:.0f} ms"
         for name, value in (("TTFT", answer.ttft_ms), ("TBT", answer.tbt_ms))
@@ -134,6 +131,8 @@ def story(answer: Answer) -> Iterator[str]:
     if decision.predicted_ttft_ms is not None:
         line += f", predicted TTFT {decision.predicted_ttft_ms:.0f} ms"
     yield line
+    if decision.page is not None:
+        yield f"see this request on the page: {url}{decision.page}"
 
 
 def stream(client: Client, body: dict[str, Any], answer: Answer) -> Iterator[str]:

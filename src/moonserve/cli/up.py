@@ -69,6 +69,10 @@ def up(config: Path | None, **flags: str | None) -> None:
 
     check_clients(settings.host, settings.keys, settings.registry, settings.open)
     member_tls(settings, "gateway")  # report a wrong file now, before processes start
+    if settings.record:
+        from moonserve.live.record.files import folder_of, make_folder
+
+        make_folder(folder_of(settings.record))  # likewise
     port = _free_port(settings.host, settings.port)
     _fetch_model(settings.model)
     asyncio.run(_serve(settings, port))

@@ -252,6 +252,10 @@ class ModelCard(msgspec.Struct, frozen=True):
 class Serving(Protocol):
     """The cluster behind a gateway."""
 
+    @property
+    def has_page(self) -> bool:
+        """See Conducting."""
+
     def models(self) -> list[ModelCard]:
         """The models that instances have joined with."""
 
@@ -312,6 +316,10 @@ class Conducting(Protocol):
 
     Nothing here waits. The Conductor's actions for a request come into that request's inbox.
     """
+
+    @property
+    def has_page(self) -> bool:
+        """Whether the Conductor's process serves the page for operators, which shows requests."""
 
     def now_us(self) -> Micros:
         """The clock of all times that the Conductor uses."""

@@ -28,5 +28,10 @@ def text(name: str) -> str:
 
 
 def path_of(request: str) -> str:
-    """Where the page shows the account of one request, on the gateway's port."""
+    """Where the page shows one request, on the gateway's port."""
     return f"/ui#/requests/{request}"
+
+
+def pointer(request: str, has_page: bool) -> str:
+    """What to add to a sentence about a request: where the page shows it; else nothing."""
+    return f"; the page for operators shows it at {path_of(request)}" if has_page else ""

@@ -135,15 +135,16 @@ def yields(
 
 
 def too_late(waiter: Waiter, room: WaitingRoom, servers: int, now_us: Micros) -> Refuse:
-    """The refusal of a request that waited until its TTFT objective could not be met any more."""
+    """The refusal of a request that waited until its TTFT objective could not be met any more.
+
+    Where it waited for room in decode, the refusal names the TBT objectives: they kept it waiting.
+    """
     waited_us = now_us - waiter.arrived_us
-    why = f"a prefill of {waiter.work_us / 1e6:.3g} s"
-    if waited_us:
-        why += f" after {waited_us / 1e6:.3g} s of waiting"
-    why += " misses the TTFT objective"
+    after = f"after {waited_us / 1e6:.3g} s of waiting, " if waited_us else ""
+    why = f"{after}a prefill of {waiter.work_us / 1e6:.3g} s misses the TTFT objective"
     reason: Reason = "ttft_slo"
     if room.is_crowded(waiter.request):
-        why += ": decode had no room for it within the TBT objectives"
+        why = f"{after}decode had no room for it within the TBT objectives"
         reason = "tbt_slo"
     return Refuse(waiter.request, why, reason, _backlog_us(room, servers))
 

@@ -122,7 +122,7 @@ class EngineText(Collector):
         )
         calls = EngineCalls(outgoing, prompt, request, caller, http.arrived_s)
         driver: RequestDriver[Piece] = RequestDriver(request, prompt.keys, caller.conductor, calls)
-        return EngineExchange(request, driver, calls, leave)
+        return EngineExchange(request, driver, calls, leave, caller.conductor.has_page)
 
 
 class EngineExchange(Exchange):
@@ -134,8 +134,9 @@ class EngineExchange(Exchange):
         driver: RequestDriver[Piece],
         calls: EngineCalls,
         on_close: Callable[[], None],
+        has_page: bool,
     ) -> None:
-        super().__init__(request.id, on_close)
+        super().__init__(request.id, on_close, has_page)
         self._prompt = request.length
         self._driver = driver
         self._calls = calls

@@ -111,9 +111,10 @@ class TextExchange(Exchange):
         stream: bool,
         ids: bool,
         on_close: Callable[[], None],
+        has_page: bool,
     ) -> None:
         """ids: whether the client wants the token ids."""
-        super().__init__(generation.request.id, on_close)
+        super().__init__(generation.request.id, on_close, has_page)
         self._generation = generation
         self._writer = writer
         self._streams = stream

@@ -89,7 +89,8 @@ def conductor_and_pool(config: GatewayConfig, http: HttpClient) -> tuple[Conduct
         return await pool.copy(keys, to, source)
 
     core = Conductor(config.tuning, random.Random(0))
-    conductor = ConductorLoop(core, lambda lease: pool.release(lease), copy)
+    has_page = not config.no_ui
+    conductor = ConductorLoop(core, lambda lease: pool.release(lease), copy, has_page=has_page)
     pool = _open_pool(config, http, lambda events: conductor.tell(*events))
     return conductor, pool
 

@@ -50,6 +50,7 @@ from moonserve.core.units import (
 )
 from moonserve.live.clock import LoopClock
 from moonserve.live.ports import Inbox
+from moonserve.page import pointer
 
 log = logging.getLogger(__name__)
 
@@ -67,10 +68,12 @@ class ConductorLoop:
         release: Callable[[LeaseId], None],
         copy: Copy | None = None,
         on_step: Callable[[Micros, list[StepFact], list[Action]], None] | None = None,
+        has_page: bool = False,
     ) -> None:
         """`copy` None: the store makes no copies. on_step: is called with every step, for an
-        account of the run (core.schedule.events)."""
+        account of the run (core.schedule.events). has_page: see ports.Conducting."""
         self.core = conductor
+        self.has_page = has_page
         self.now_us = LoopClock().now_us
         self.account = Account(conductor.slo, self._ended)
         self._release = release
@@ -158,6 +161,8 @@ class ConductorLoop:
         self._end_watchers.append(ended)
 
     def _ended(self, record: Record) -> None:
+        if record.is_good is False:  # overload makes them in hundreds, too
+            log.debug("%s: missed its objectives%s", record.id, pointer(record.id, self.has_page))
         for ended in self._end_watchers:
             ended(record)
 
@@ -273,11 +278,13 @@ class ConductorLoop:
                 self._begin(self._have_copied(keys[first:], to, source, number))
                 return
             case Abort(request, number, why):
-                log.warning("%s: call %d aborted: %s", request, number, why)
+                shown = pointer(request, self.has_page)
+                log.warning("%s: call %d aborted: %s%s", request, number, why, shown)
             case Refuse() | GiveUp():
                 # Refusals come in hundreds: count and record them, but do not log a warning each.
                 level = logging.DEBUG if isinstance(action, Refuse) else logging.WARNING
-                log.log(level, "%s: %s", action.request, action.why)
+                shown = pointer(action.request, self.has_page)
+                log.log(level, "%s: %s%s", action.request, action.why, shown)
         inbox = self._inboxes.get(action.request)
         if inbox is not None:
             inbox.put_nowait(action)

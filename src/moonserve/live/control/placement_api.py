@@ -46,6 +46,7 @@ from moonserve.live.openai.prompts import Prompts
 from moonserve.live.openai.request import CompletionRequest, context_exceeded
 from moonserve.live.ports import Conducting
 from moonserve.live.text.tools import TextTools
+from moonserve.page import pointer
 
 _KEY_BYTES = 32
 
@@ -343,7 +344,7 @@ class PlacementApi:
             raise
         if isinstance(action, Refuse):
             self._over(held, "refused")
-            raise error_for(action)
+            raise error_for(action, pointer(action.request, self._conductor.has_page))
         if isinstance(action, GiveUp):
             self._over(held, "failed")
             raise EngineFailed(action.why)

@@ -21,6 +21,7 @@ from prometheus_client.registry import Collector
 
 from moonserve.core.errors import BadRequest
 from moonserve.core.schedule.account import KEPT
+from moonserve.core.schedule.explain import Explanation
 from moonserve.core.schedule.facts import InstanceInfo
 from moonserve.core.schedule.hot import SKIPPED
 from moonserve.core.schedule.record import Record
@@ -34,6 +35,7 @@ from moonserve.live.health import Health
 from moonserve.live.http.message import HttpRequest, Response, decode_query, json_response
 from moonserve.live.http.server import Handler
 from moonserve.live.store.pool import Pool
+from moonserve.page import path_of
 
 DECISIONS_PREFIX = "/api/decisions/"
 _SHOWN = (
@@ -47,6 +49,13 @@ class NoDecision(BadRequest):
     """No decision is kept for this request id."""
 
     status = 404
+
+
+class ExplanationReply(Explanation, kw_only=True):
+    """What GET /api/decisions/ID answers."""
+
+    page: str | None
+    """Where the page for operators shows the request, a path; None: the page is not served."""
 
 
 class DecisionsAsked(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -129,7 +138,10 @@ class Api:
         if record is None:
             kept = f"the latest {KEPT} requests are kept, and a recording has older ones"
             raise NoDecision(f"no decision is kept for request {wanted}; {kept}", "request id")
-        return json_response(explained(record, self._clock_ms()))
+        told = explained(record, self._clock_ms())
+        shown = path_of(record.id) if self._conductor.has_page else None
+        fields = {name: getattr(told, name) for name in told.__struct_fields__}
+        return json_response(ExplanationReply(**fields, page=shown))
 
     async def _decisions(self, request: HttpRequest) -> Response:
         asked = decode_query(request.query, DecisionsAsked)

@@ -27,6 +27,7 @@ from moonserve.live.http.message import JSON, ErrorBody, ErrorReply
 from moonserve.live.openai.external import ExternalRequest
 from moonserve.live.openai.request import PATHS
 from moonserve.live.ports import Conducting, Observer
+from moonserve.page import pointer
 
 log = logging.getLogger(__name__)
 
@@ -141,7 +142,7 @@ class Caller(msgspec.Struct, frozen=True):
         reply = await self.http.request(
             "POST", url, headers=headers, body=body, timeout_s=limit_s, again=again
         )
-        return _judged(to, request, reply.status, reply.headers, reply.body)
+        return self._judged(to, request, reply.status, reply.headers, reply.body)
 
     async def rest(self, to: InstanceInfo, request: Request, stream: ClientStream) -> EngineAnswer:
         """Read the rest of a reply that has begun, and leave the stream. Raises as `whole` does."""
@@ -149,7 +150,7 @@ class Caller(msgspec.Struct, frozen=True):
             body = await stream.read()
         finally:
             stream.leave()
-        return _judged(to, request, stream.status, stream.headers, body)
+        return self._judged(to, request, stream.status, stream.headers, body)
 
     def reused(
         self, prompt: PromptInfo, to: InstanceInfo, predicted: Tokens, cached: Tokens | None
@@ -179,23 +180,29 @@ class Caller(msgspec.Struct, frozen=True):
             headers["x-data-parallel-rank"] = str(to.dp_rank)
         return member.url + PATHS[asked.form], headers
 
+    def _judged(
+        self,
+        to: InstanceInfo,
+        request: Request,
+        status: int,
+        headers: Mapping[str, str],
+        body: bytes,
+    ) -> EngineAnswer:
+        """A successful answer. Raises CallLost or Passed if it is an error.
 
-def _judged(
-    to: InstanceInfo, request: Request, status: int, headers: Mapping[str, str], body: bytes
-) -> EngineAnswer:
-    """A successful answer. Raises CallLost or Passed if it is an error.
-
-    The client gets an engine's text only if that is about its own request. The log has all texts.
-    """
-    if status == 200:
-        return EngineAnswer(status, body, headers.get("content-type", JSON))
-    if 400 <= status < 500 and status not in _RETRIED:
-        log.info("%s: %s answered %d: %s", request.id, to.id, status, logged(body))
-        raise Passed(EngineAnswer(status, refusal(status, body)))
-    busy = None
-    if status in _BUSY:
-        wait_s = whole_number(headers.get("retry-after", ""))
-        error = ErrorReply(ErrorBody(_BUSY_TEXT, Overloaded.kind, None, "engine_busy"))
-        waits = {"retry-after": str(wait_s or 1)}
-        busy = EngineAnswer(status, msgspec.json.encode(error), JSON, waits)
-    raise CallLost(f"{to.id} answered {status}", busy=busy, detail=logged(body))
+        The client gets an engine's text only if that is about its own request. The log has all
+        texts.
+        """
+        if status == 200:
+            return EngineAnswer(status, body, headers.get("content-type", JSON))
+        if 400 <= status < 500 and status not in _RETRIED:
+            shown = pointer(request.id, self.conductor.has_page)
+            log.info("%s: %s answered %d: %s%s", request.id, to.id, status, logged(body), shown)
+            raise Passed(EngineAnswer(status, refusal(status, body)))
+        busy = None
+        if status in _BUSY:
+            wait_s = whole_number(headers.get("retry-after", ""))
+            error = ErrorReply(ErrorBody(_BUSY_TEXT, Overloaded.kind, None, "engine_busy"))
+            waits = {"retry-after": str(wait_s or 1)}
+            busy = EngineAnswer(status, msgspec.json.encode(error), JSON, waits)
+        raise CallLost(f"{to.id} answered {status}", busy=busy, detail=logged(body))

@@ -45,7 +45,7 @@ from moonserve.core.units import (
 from moonserve.live.drive.inbox import ActionInbox
 from moonserve.live.drive.lost import CallLost, Passed, plain
 from moonserve.live.ports import Conducting
-from moonserve.page import path_of
+from moonserve.page import pointer
 
 log = logging.getLogger(__name__)
 
@@ -284,7 +284,7 @@ class RequestDriver(Generic[PieceT]):
                 return await self._make(action)
             case Refuse():
                 self._end("refused")
-                raise error_for(action)
+                raise error_for(action, self._pointer())
             case GiveUp(why=why):
                 self._end("failed")
                 if self._lost is not None and self._lost.busy is not None:
@@ -380,12 +380,20 @@ class RequestDriver(Generic[PieceT]):
         if isinstance(error, MoonserveError):
             lost = CallLost.of(error)
             log.warning(
-                "%s: the call to %s failed: %s", self._request.id, self._called, lost.in_full
+                "%s: the call to %s failed: %s%s",
+                self._request.id,
+                self._called,
+                lost.in_full,
+                self._pointer(),
             )
         else:
             lost = CallLost("internal error")
             log.error(
-                "%s: the call to %s met a bug", self._request.id, self._called, exc_info=error
+                "%s: the call to %s met a bug%s",
+                self._request.id,
+                self._called,
+                self._pointer(),
+                exc_info=error,
             )
         died = await self._died(lost)
         if not retry:
@@ -395,6 +403,9 @@ class RequestDriver(Generic[PieceT]):
         self._lost, self._failed = lost, self._called
         self._reading = False
         self.inbox.out(0)
+
+    def _pointer(self) -> str:
+        return pointer(self._request.id, self._conductor.has_page)
 
     async def _died(self, lost: CallLost) -> int:
         """The epoch of the instance to blame if it is known to have ended under this call; else
@@ -436,8 +447,8 @@ class RequestDriver(Generic[PieceT]):
         self.inbox.out(0)
 
 
-def error_for(refusal: Refuse) -> MoonserveError:
-    """The error that the client of a refused request gets."""
+def error_for(refusal: Refuse, shown: str = "") -> MoonserveError:
+    """The error that the client of a refused request gets; shown: see page.pointer."""
     why = refusal.why
     reason = refusal.reason
     wait_us = refusal.retry_after_us
@@ -447,5 +458,4 @@ def error_for(refusal: Refuse) -> MoonserveError:
         return NobodyAlive(why)
     if reason == "kv_memory":  # waiting does not help
         return BadRequest(why, "prompt", "context_length_exceeded")
-    why += f"; the page for operators explains it at {path_of(refusal.request)}"
-    return Overloaded(why, reason, None if wait_us is None else wait_us / MICROS_PER_SECOND)
+    return Overloaded(why + shown, reason, None if wait_us is None else wait_us / MICROS_PER_SECOND)

@@ -120,6 +120,8 @@ class RemoteConductor:
         self._limits = limits
         self._keeper: asyncio.Task[None] | None = None
         self._follower: asyncio.Task[None] | None = None
+        self.has_page = False
+        """See ports.Conducting."""
         self.term = 0
         """The highest term of a Conductor that this front knows of: it obeys no lower one."""
         self._lost = asyncio.Event()
@@ -418,6 +420,7 @@ class RemoteConductor:
                 link.break_off(self._why)
             case wire.Welcome(term=term):  # not before: who hangs accepts connections too
                 self.term = link.term = term
+                self.has_page = message.has_page
                 self._welcome(link)
                 if not self._welcomed.done():
                     self._welcomed.set_result(message)

@@ -267,6 +267,8 @@ class Welcome(msgspec.Struct, frozen=True, tag=True):
     """How many instances its settings describe; 0: workers join by themselves."""
     term: int = 0
     """In which this Conductor leads: see control.leadership."""
+    has_page: bool = False
+    """Whether this Conductor serves the page for operators."""
 
 
 class Instances(msgspec.Struct, frozen=True, tag=True):

@@ -17,6 +17,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from moonserve.core.errors import ConfigError
 from moonserve.live.api.limiter import METRICS_TYPE
+from moonserve.live.control import page
 from moonserve.live.control.config import GatewayConfig
 from moonserve.live.control.control import registered
 from moonserve.live.drive.wire import OrderedBy
@@ -142,7 +143,7 @@ class ConductorProcess(Process):
         deciding = Deciding(config, http, health, registry, model, engines, port, True)
         deciding.parts += watched_keys(config, registry, health)
         expected = sum(len(spec.ids()) for spec in specs or ())
-        one = cls(config, http, deciding, wire.Welcome(model, expected))
+        one = cls(config, http, deciding, wire.Welcome(model, expected, has_page=not config.no_ui))
         await one.listen()
         return one
 
@@ -158,8 +159,11 @@ class ConductorLink(ProcessPart):
         self._registry = registry
 
     def routes(self) -> Routes:
-        """The metrics: the Conductor adds up those of all fronts."""
-        return {("GET", "/metrics"): self._forward, ("GET", "/health"): self._health}
+        """The metrics, which the Conductor adds up over all fronts, its page, and `_health`."""
+        routes: Routes = {("GET", "/metrics"): self._forward, ("GET", "/health"): self._health}
+        if self._conductor.has_page:
+            routes["GET", page.PATH] = self._forward
+        return routes
 
     async def _health(self, request: HttpRequest) -> Response | StreamingResponse:
         """The Conductor's. While that is away this front is well all the same: it has streams."""

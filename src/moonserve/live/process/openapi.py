@@ -11,26 +11,28 @@ import re
 from collections.abc import Collection, Iterator, Mapping
 from functools import cache
 from types import UnionType
-from typing import Any, Literal, TypeAlias, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, TypeAlias, Union, get_args, get_origin
 
 import msgspec
 
 from moonserve import __version__
-from moonserve.core.schedule.explain import Explanation
 from moonserve.core.schedule.facts import InstanceInfo
 from moonserve.core.schedule.shown import ListedRequest
 from moonserve.live.access.scopes import scope_of
 from moonserve.live.api.front import ModelEntry, ModelList
+from moonserve.live.control.history import HistoryAsked
 from moonserve.live.control.placement_api import PlacementBody, ReleaseBody
 from moonserve.live.control.standby import TermBody
+from moonserve.live.control.views import DecisionsAsked, ExplanationReply
 from moonserve.live.external.indexer_api import Query, Register, Unregister
 from moonserve.live.external.spec import InstanceSpec
 from moonserve.live.http.message import JSON, ErrorReply
-from moonserve.live.openai.headers import TBT, TTFT
+from moonserve.live.openai.headers import MAX_PRIORITY, PRIORITY, TBT, TENANT, TTFT
 from moonserve.live.openai.reply import Reply
 from moonserve.live.openai.request import BodyShape
 from moonserve.live.record.recorder import RecordingStatus
 from moonserve.live.rpc.joins import CONTENT_TYPE, BeatBody, BlocksBody, LeaveBody
+from moonserve.live.store.admin import SegmentsAsked
 
 Route: TypeAlias = tuple[str, str]
 """A method, and a path with its parts that vary in braces."""
@@ -55,17 +57,21 @@ class RouteText(msgspec.Struct, frozen=True):
     """The media type of the body."""
     query: Mapping[str, str] = {}
     """Parameters of the query, each with what it is."""
-    headers: Mapping[str, str] = {}
-    """Headers of the request, each with what it is."""
+    asks: Any = None
+    """The struct that the query is decoded as; None: `query` has text only."""
+    headers: Mapping[str, tuple[Any, str]] = {}
+    """Headers of the request, each with its type and what it is."""
     status: Literal[101, 200, 204] = 200
 
 
+_Ms = Annotated[float, msgspec.Meta(gt=0)]
+_Priority = Annotated[int, msgspec.Meta(ge=-MAX_PRIORITY, le=MAX_PRIORITY)]
 _OBJECTIVES = {
-    TTFT: "objective for the time to the first token, in milliseconds",
-    TBT: "objective for the time between tokens, in milliseconds",
-    "x-moonserve-priority": "-100 to 100; higher ones go first",
-    "x-moonserve-tenant": "tenants receive equal shares when capacity is short",
-    "x-request-id": "the id of the request; without it the gateway makes one",
+    TTFT: (_Ms, "objective for the time to the first token, in milliseconds"),
+    TBT: (_Ms, "objective for the time between tokens, in milliseconds"),
+    PRIORITY: (_Priority, "higher ones go first; 0 by default"),
+    TENANT: (str, "tenants receive equal shares when capacity is short"),
+    "x-request-id": (str, "the id of the request; without it the gateway makes one"),
 }
 _CLUSTER = "For processes of the cluster: "
 
@@ -100,12 +106,13 @@ OPERATIONS: Mapping[Route, RouteText] = {
     ("GET", "/api/decisions"): RouteText(
         "The latest requests, the latest first.",
         gives=list[ListedRequest],
+        asks=DecisionsAsked,
         query={
-            "limit": "at most so many; from 1 to 1,000, 100 by default",
+            "limit": "at most so many",
             "outcome": "only those with this outcome",
             "tenant": "only those of this tenant",
             "instance": "only those that this instance prefilled or decoded",
-            "late": "1: only those that missed their objectives",
+            "late": "true: only those that missed their objectives",
         },
     ),
     ("GET", "/api/recording"): RouteText(
@@ -114,23 +121,25 @@ OPERATIONS: Mapping[Route, RouteText] = {
     ("POST", "/api/recording"): RouteText("Record again.", gives=RecordingStatus),
     ("DELETE", "/api/recording"): RouteText("Record no more.", gives=RecordingStatus),
     ("GET", "/api/decisions/{request}"): RouteText(
-        "Why a request went where it went, and what came of it.", gives=Explanation
+        "Why a request went where it went, and what came of it.", gives=ExplanationReply
     ),
     ("GET", "/api/tenants"): RouteText("What each tenant used since this process started."),
     ("GET", "/api/targets"): RouteText("The metrics pages of all instances, for Prometheus."),
     ("GET", "/api/segments"): RouteText(
         "The store: its segments, one object, or a list of objects.",
+        asks=SegmentsAsked,
         query={
             "key": f"an object, {_HEX}",
             "prefix": f"objects whose keys begin so, {_HEX}; may be empty",
             "after": f"with prefix: the last key of the list before, {_HEX}",
-            "limit": "with prefix: most objects, 1 to 1000",
+            "limit": "with prefix: most objects",
         },
     ),
     ("GET", "/ui"): RouteText("The page for operators.", kind="text/html"),
     ("GET", "/ui/{file}"): RouteText("A file of the page.", kind="text/javascript"),
     ("GET", "/api/history"): RouteText(
         "The last minute in a sentence, and samples and events of the last hours.",
+        asks=HistoryAsked,
         query={
             "step": "seconds of a sample: 1 (a quarter of an hour) or 15 (four hours)",
             "since": "only what is later, in milliseconds since 1970",
@@ -299,9 +308,23 @@ def _parameters(path: str, operation: RouteText) -> Iterator[dict[str, Any]]:
     if "{" in path:
         name = path.partition("{")[2].rstrip("}")
         yield {"name": name, "in": "path", "required": True, "schema": text}
-    for place, named in (("query", operation.query), ("header", operation.headers)):
-        for name, what in named.items():
-            yield {"name": name, "in": place, "description": what, "schema": text}
+    schemas = {} if operation.asks is None else _fields(operation.asks)
+    for name, what in operation.query.items():
+        yield {"name": name, "in": "query", "description": what, "schema": schemas.get(name, text)}
+    for name, (kind, what) in operation.headers.items():
+        schema = msgspec.json.schema(kind)
+        yield {"name": name, "in": "header", "description": what, "schema": schema}
+
+
+def _fields(shape: type[msgspec.Struct]) -> Mapping[str, _Schema]:
+    """The schema of each field of a struct that has plain fields only. A parameter of a query that
+    may be left out is not null, as JSON would have it."""
+    _, components = msgspec.json.schema_components([shape])
+    fields: Mapping[str, _Schema] = components[shape.__name__]["properties"]
+    return {
+        name: next(it for it in field.get("anyOf", [field]) if it != {"type": "null"})
+        for name, field in fields.items()
+    }
 
 
 def _name(method: str, path: str) -> str:

@@ -14,6 +14,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+from moonserve.core.errors import ConfigError
 from moonserve.core.units import Bytes
 
 SUFFIX = ".jsonl.gz"
@@ -22,6 +23,25 @@ _FILE_BYTES: Bytes = 64 << 20
 _FILE_S = 3_600.0
 _FILE_SHARE = 8
 """A file has at most this part of the bound, so that the oldest rows go in small portions."""
+
+
+def folder_of(setting: str) -> Path:
+    """The folder that the setting `record` names."""
+    return Path(setting).expanduser()
+
+
+def make_folder(folder: Path) -> None:
+    """Make sure that rows can be written there. Raises ConfigError."""
+    probe = folder / f".{os.getpid()}.probe"
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        probe.touch()
+        probe.unlink()
+    except (OSError, RuntimeError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise ConfigError(
+            f"{folder}: recordings cannot be written there: {why}; name another folder", "record"
+        ) from None
 
 
 class RecordingFiles:
@@ -40,13 +60,6 @@ class RecordingFiles:
         self._size: Bytes = 0
         self._began_s = 0.0
         self._count = itertools.count()
-
-    def make_folder(self) -> None:
-        """Make sure that rows can be written there. Raises OSError."""
-        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        probe = self.folder / f".{os.getpid()}.probe"
-        probe.touch()
-        probe.unlink()
 
     def append(self, lines: bytes) -> None:
         """Write whole lines. Raises OSError; then none of them is in the file."""

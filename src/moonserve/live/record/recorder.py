@@ -13,14 +13,13 @@ import secrets
 import threading
 from collections import deque
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from moonserve.core.errors import BadRequest, ConfigError
+from moonserve.core.errors import BadRequest
 from moonserve.core.schedule.record import Record
 from moonserve.core.schedule.recorded import recorded
 from moonserve.core.units import BlockKey, Bytes, Micros, Tokens
@@ -30,7 +29,7 @@ from moonserve.live.control.views import Figures
 from moonserve.live.health import Health
 from moonserve.live.http.message import HttpRequest, Response, json_response
 from moonserve.live.http.server import ProcessPart, Routes
-from moonserve.live.record.files import RecordingFiles
+from moonserve.live.record.files import RecordingFiles, folder_of, make_folder
 
 log = logging.getLogger(__name__)
 
@@ -77,8 +76,7 @@ class Recorder(ProcessPart):
     ) -> None:
         """folder: empty: it cannot record. most_bytes: of all recordings in the folder."""
         self._conductor = conductor
-        path = Path(folder).expanduser()
-        self._files = RecordingFiles(path, most_bytes) if folder else None
+        self._files = RecordingFiles(folder_of(folder), most_bytes) if folder else None
         self._salt = secrets.token_bytes(32)
         self._is_on = False
         self._waiting: deque[_Waiting] = deque()
@@ -108,14 +106,7 @@ class Recorder(ProcessPart):
     async def prepare(self) -> None:
         """Begin to record if there is a folder. Raises ConfigError."""
         if self._files is not None:
-            try:
-                self._files.make_folder()
-            except OSError as error:
-                raise ConfigError(
-                    f"{self._files.folder}: recordings cannot be written there:"
-                    f" {error.strerror or error}; name another folder",
-                    "record",
-                ) from None
+            make_folder(self._files.folder)
             self._is_on = True
 
     async def stop(self) -> None:

@@ -6,16 +6,26 @@ live.store.local calls it. Keys are in hex.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
 from moonserve.core.errors import BadRequest
 from moonserve.core.store.master import Master
 from moonserve.core.store.words import Found, Key, SegmentStats
-from moonserve.core.units import whole_number
+from moonserve.live.http.message import decode_query
 
+_LISTED = 100
 _MAX_LISTED = 1_000
+
+
+class SegmentsAsked(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The query of GET /api/segments. Keys are in hex."""
+
+    key: str | None = None
+    prefix: str | None = None
+    after: str | None = None
+    limit: Annotated[int, msgspec.Meta(ge=1, le=_MAX_LISTED)] | None = None
 
 
 def lookup(master: Master, query: Mapping[str, str]) -> dict[str, Any]:
@@ -25,17 +35,18 @@ def lookup(master: Master, query: Mapping[str, str]) -> dict[str, Any]:
     The list is in the order of keys, starts after `after` and has at most `limit` objects. Raises
     BadRequest, Recovering.
     """
-    if "key" in query:
-        key = _key(query["key"], "key")
+    asked = decode_query(query, SegmentsAsked)
+    if asked.key is not None:
+        key = _key(asked.key, "key")
         if not key:
             raise BadRequest("key must be 1 to 256 bytes in hex", "key")
         found = master.locate(key)
         shown = {"replicas": []} if found is None else _json(found)
         return {"key": key.hex(), "exists": found is not None} | shown
-    limit = _limit(query)
-    if "prefix" in query:
-        after = _key(query["after"], "after") if query.get("after") else None
-        listed = master.scan(_key(query["prefix"], "prefix"), after, limit)
+    if asked.prefix is not None:
+        after = _key(asked.after, "after") if asked.after else None
+        limit = _LISTED if asked.limit is None else asked.limit
+        listed = master.scan(_key(asked.prefix, "prefix"), after, limit)
         return {"objects": [_json(found) for found in listed]}
     for name in ("limit", "after"):
         if name in query:
@@ -59,14 +70,6 @@ def _key(text: str, name: str) -> Key:
     if len(key) > 256:
         raise BadRequest(f"{name} must be at most 256 bytes", name)
     return key
-
-
-def _limit(query: Mapping[str, str]) -> int:
-    text = query.get("limit", "100")
-    limit = whole_number(text)
-    if limit is None or not 0 < limit <= _MAX_LISTED:
-        raise BadRequest(f"limit must be 1..{_MAX_LISTED}, not {text[:20]!r}", "limit")
-    return limit
 
 
 def _segment_json(stats: SegmentStats) -> dict[str, Any]:
