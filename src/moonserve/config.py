@@ -516,6 +516,16 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             "most space of all recordings in that folder; the oldest are deleted",
         ),
     ] = 1 << 30
+    otlp_traces_endpoint: Annotated[
+        str,
+        _flag(
+            "up gateway conductor",
+            "URL",
+            "where to export a span of each stage of each request, by OpenTelemetry's OTLP over"
+            " HTTP, such as http://127.0.0.1:4318/v1/traces (needs the extra moonserve[otel]);"
+            " none: OpenTelemetry's own environment variables decide",
+        ),
+    ] = ""
     drain_s: Annotated[
         _Seconds,
         _flag(

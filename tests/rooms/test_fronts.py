@@ -17,7 +17,7 @@ import msgspec
 import pytest
 
 from moonserve.core.errors import ConfigError
-from moonserve.core.request import Request, Slo, Stopping
+from moonserve.core.request import Request, Slo, Stopping, TraceContext
 from moonserve.core.schedule.actions import Decode, GiveUp, Prefill, Refuse
 from moonserve.core.schedule.conductor import Conductor
 from moonserve.core.schedule.facts import (
@@ -171,6 +171,7 @@ def test_a_request_arrives_whole_but_for_its_prompt() -> None:
     stopping = Stopping(9, ("x",), (7,), ignore_eos=True)
     kept = Request(R, "m", 5, stopping=stopping, slo=Slo(1, 2), priority=-1)
     kept = msgspec.structs.replace(kept, arrived_us=3, whole=True, tenant="t", address="a")
+    kept = msgspec.structs.replace(kept, trace=TraceContext("a" * 32, "b" * 16))
     told = wire.opened(kept, (), 10).request(10)
     for field in Request.__struct_fields__:
         mine, theirs = getattr(kept, field), getattr(told, field)

@@ -66,7 +66,9 @@ def up(config: Path | None, **flags: str | None) -> None:
 
         mooncake_master.require("transport")
     from moonserve.live.process.access import check_clients
+    from moonserve.live.record.traces import trace_settings
 
+    trace_settings(settings.otlp_traces_endpoint, os.environ)  # report a wrong one now
     check_clients(settings.host, settings.keys, settings.registry, settings.open)
     member_tls(settings, "gateway")  # report a wrong file now, before processes start
     if settings.record:

@@ -84,6 +84,16 @@ class EffectiveSlo(msgspec.Struct, frozen=True):
     """What made them tighter than its own; None: nothing did."""
 
 
+class TraceContext(msgspec.Struct, frozen=True):
+    """Where the spans of a request belong, by W3C's Trace Context; all ids are in hex."""
+
+    trace_id: str
+    span_id: str
+    """Of the span of the whole request: engines get it as the parent of theirs."""
+    parent_id: str = ""
+    """The client's span; empty: the trace begins here."""
+
+
 class Request(msgspec.Struct, frozen=True):
     """One request: what the client asked for, and what the Conductor needs to know of it."""
 
@@ -111,6 +121,8 @@ class Request(msgspec.Struct, frozen=True):
     address: str = ""
     """The address of its client, which shares places with others as a tenant does; see
     core.shares."""
+    trace: TraceContext | None = None
+    """Where its spans belong; None: it has none."""
 
     @property
     def party(self) -> Party:

@@ -153,6 +153,7 @@ class Account:
             keys,
             self._slo_of(request),
             request.since_us(now_us),
+            request.trace,
         )
         self._served[request.id] = record
         return record

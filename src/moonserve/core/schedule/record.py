@@ -11,7 +11,7 @@ from typing import Literal, TypeAlias
 
 import msgspec
 
-from moonserve.core.request import Slo
+from moonserve.core.request import Slo, TraceContext
 from moonserve.core.schedule.actions import Candidate, Decision, Spread
 from moonserve.core.units import BlockKey, Micros, RequestId, Tokens
 
@@ -83,6 +83,8 @@ class Record(msgspec.Struct, eq=False):
     """Its own objectives, or the cluster's."""
     arrived_us: Micros
     """When the gateway received it."""
+    trace: TraceContext | None = None
+    """Where its spans belong; None: it has none."""
     decision: Decision | None = None
     """The last one. For a refused request: the decision that admission did not accept."""
     candidates: Sequence[Candidate] = ()

@@ -27,9 +27,9 @@ from moonserve.live.drive.request import RequestDriver
 from moonserve.live.http.client import HttpClient
 from moonserve.live.http.message import HttpRequest, Response, StreamingResponse, Write
 from moonserve.live.openai.external import ExternalRequest, body_shape
-from moonserve.live.openai.headers import trace_context
 from moonserve.live.openai.prompts import Prompts
 from moonserve.live.openai.request import BodyShape, Form
+from moonserve.live.openai.trace_context import SamplingRule, begin_trace
 from moonserve.live.ports import Conducting, ModelCard, Observer
 
 _COMPLETION_TOKENS = Stopping().max_tokens
@@ -48,8 +48,11 @@ class EngineText(Collector):
         http: HttpClient,
         limits: Limits | None = None,
         call_limits: CallLimits | None = None,
+        sampling: Callable[[], SamplingRule | None] = lambda: None,
     ) -> None:
-        """call_limits: how long engines may take."""
+        """call_limits: how long engines may take. sampling: which requests have spans; None: none
+        has."""
+        self._sampling = sampling
         self.limits = limits or Limits()
         self.metrics = RequestMetrics()
         self.metrics.registry.register(self)
@@ -102,7 +105,8 @@ class EngineText(Collector):
     ) -> Exchange:
         """See Backend."""
         caller = self._caller
-        outgoing = ExternalRequest(form, body, trace_context(http.headers))
+        trace = begin_trace(http.headers, self._sampling())
+        outgoing = ExternalRequest(form, body, trace.headers)
         outgoing.use_salt(terms.salt(outgoing.salt))
         infos = self._models.of(outgoing.model)
         prompt = await self.reader.read_prompt(outgoing, infos, terms.party)
@@ -119,6 +123,7 @@ class EngineText(Collector):
             whole=outgoing.whole,
             tenant=terms.tenant,
             address=terms.party.address,
+            trace=trace.context,
         )
         calls = EngineCalls(outgoing, prompt, request, caller, http.arrived_s)
         driver: RequestDriver[Piece] = RequestDriver(request, prompt.keys, caller.conductor, calls)

@@ -25,6 +25,7 @@ from moonserve.live.openai import request as openai
 from moonserve.live.openai.prompts import Prompts, max_tokens
 from moonserve.live.openai.reply import ReplyWriter, reply_head
 from moonserve.live.openai.request import BodyShape, Form
+from moonserve.live.openai.trace_context import SamplingRule, begin_trace
 from moonserve.live.ports import ModelCard, Serving
 from moonserve.live.text.tools import TextTools
 
@@ -37,12 +38,18 @@ class OwnText:
     lack = "no model has both a prefill and a decode instance"
 
     def __init__(
-        self, serving: Serving, tools: Callable[[str], TextTools], limits: Limits | None = None
+        self,
+        serving: Serving,
+        tools: Callable[[str], TextTools],
+        limits: Limits | None = None,
+        sampling: Callable[[], SamplingRule | None] = lambda: None,
     ) -> None:
+        """sampling: which requests have spans; None: none has."""
         self.limits = limits or Limits()
         self.metrics = RequestMetrics()
         self._serving = serving
         self._tools = tools
+        self._sampling = sampling
         self._prompts = Prompts(self.limits.offload_bytes, self.limits.max_tokenising_bytes)
         self._live: set[RequestId] = set()
 
@@ -110,6 +117,7 @@ class OwnText:
         card = self.card(fields.model)
         tools = self._tools(card.name)
         prompt = await self._prompts.tokens(fields, tools, card.max_len, terms.party)
+        rule = self._sampling()
         stopping = openai.stopping(fields, max_tokens(fields, len(prompt), card.max_len))
         return Request(
             id=limiter.named(http, http.id in self._live),
@@ -124,4 +132,5 @@ class OwnText:
             cache_salt=terms.salt(fields.cache_salt),
             tenant=terms.tenant,
             address=terms.party.address,
+            trace=None if rule is None else begin_trace(http.headers, rule).context,
         )

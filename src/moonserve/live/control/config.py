@@ -75,6 +75,9 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Folder in which the process that decides records its requests; empty: it records none."""
     record_bytes: Bytes = 1 << 30
     """Most bytes of all recordings in that folder; the oldest are deleted."""
+    otlp_traces_endpoint: str = ""
+    """Where the process that decides exports spans; empty: OpenTelemetry's environment variables
+    say it, or none are exported."""
     tuning: Tuning = LIVE
     """How the Conductor places and admits requests."""
     max_body_bytes: Bytes = 8 << 20

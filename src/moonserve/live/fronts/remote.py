@@ -38,6 +38,7 @@ from moonserve.live.fronts import wire
 from moonserve.live.fronts.counts import Family
 from moonserve.live.fronts.road import Road
 from moonserve.live.http.client import UpstreamError
+from moonserve.live.openai.trace_context import SamplingRule
 from moonserve.live.ports import DriverFact, Inbox
 from moonserve.live.rpc.connection import ConnectionLimits, RpcConnection
 from moonserve.live.tasks import keep_doing
@@ -124,6 +125,8 @@ class RemoteConductor:
         """See ports.Conducting."""
         self.term = 0
         """The highest term of a Conductor that this front knows of: it obeys no lower one."""
+        self.sampling: SamplingRule | None = None
+        """Which requests have spans, by the present Conductor or the last one; None: none has."""
         self._lost = asyncio.Event()
         self._welcomed: asyncio.Future[wire.Welcome] = asyncio.get_running_loop().create_future()
         """What the first Conductor said, or why there can be none."""
@@ -421,6 +424,7 @@ class RemoteConductor:
             case wire.Welcome(term=term):  # not before: who hangs accepts connections too
                 self.term = link.term = term
                 self.has_page = message.has_page
+                self.sampling = message.sampling
                 self._welcome(link)
                 if not self._welcomed.done():
                     self._welcomed.set_result(message)

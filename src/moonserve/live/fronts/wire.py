@@ -12,7 +12,7 @@ from typing import TypeAlias
 
 import msgspec
 
-from moonserve.core.request import Request, Slo, Stopping
+from moonserve.core.request import Request, Slo, Stopping, TraceContext
 from moonserve.core.schedule.actions import Abort, Decision, Decode, GiveUp, Prefill, Refuse
 from moonserve.core.schedule.adoption import Adopted, FactOfRequest, Tracked
 from moonserve.core.schedule.facts import InstanceInfo
@@ -21,10 +21,11 @@ from moonserve.core.schedule.record import Measured
 from moonserve.core.units import BlockKey, InstanceId, Micros, RequestId, SegmentId, Tokens
 from moonserve.live.access.keys import KeyLimits
 from moonserve.live.external.spec import InstanceSpec
+from moonserve.live.openai.trace_context import SamplingRule
 from moonserve.live.ports import DriverFact
 from moonserve.live.rpc.connection import ConnectionLimits
 
-PROTOCOL = "moonserve-fronts/6"
+PROTOCOL = "moonserve-fronts/7"
 PATH = "/internal/front"
 """Where a Conductor's HTTP server switches a front's connection to rpc."""
 LIMITS = ConnectionLimits(frame_bytes=256 << 20, unread_bytes=256 << 20, beat_s=1.0, missed_beats=5)
@@ -95,6 +96,7 @@ class Opened(msgspec.Struct, frozen=True, tag=True):
     whole: bool
     tenant: str
     address: str
+    trace: TraceContext | None = None
 
     def request(self, now_us: Micros) -> Request:
         """The request as the Conductor receives it at `now_us` of its clock; its prompt has a
@@ -110,6 +112,7 @@ class Opened(msgspec.Struct, frozen=True, tag=True):
             whole=self.whole,
             tenant=self.tenant,
             address=self.address,
+            trace=self.trace,
         )
 
 
@@ -128,6 +131,7 @@ def opened(request: Request, keys: Sequence[BlockKey], now_us: Micros) -> Opened
         whole=request.whole,
         tenant=request.tenant,
         address=request.address,
+        trace=request.trace,
     )
 
 
@@ -269,6 +273,8 @@ class Welcome(msgspec.Struct, frozen=True, tag=True):
     """In which this Conductor leads: see control.leadership."""
     has_page: bool = False
     """Whether this Conductor serves the page for operators."""
+    sampling: SamplingRule | None = None
+    """Which requests have spans; None: none has."""
 
 
 class Instances(msgspec.Struct, frozen=True, tag=True):

@@ -143,7 +143,10 @@ class ConductorProcess(Process):
         deciding = Deciding(config, http, health, registry, model, engines, port, True)
         deciding.parts += watched_keys(config, registry, health)
         expected = sum(len(spec.ids()) for spec in specs or ())
-        one = cls(config, http, deciding, wire.Welcome(model, expected, has_page=not config.no_ui))
+        welcome = wire.Welcome(
+            model, expected, has_page=not config.no_ui, sampling=deciding.traces.sampling
+        )
+        one = cls(config, http, deciding, welcome)
         await one.listen()
         return one
 
@@ -202,7 +205,17 @@ class FrontProcess(Process):
             fleet = RemoteFleet(conductor, http, load_text, os.environ)
         access = Access(config, registry, health, conductor)
         orders = OrderedBy(lambda: conductor.term, conductor.leads)
-        front = front_of(config, conductor, http, health, text, fleet, access, orders)
+        front = front_of(
+            config,
+            conductor,
+            http,
+            health,
+            text,
+            fleet,
+            access,
+            orders,
+            lambda: conductor.sampling,
+        )
         conductor.attach(
             lambda: families([front.metrics.registry]),
             lambda engines: None if fleet is None else fleet.update(engines),

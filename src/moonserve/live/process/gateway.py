@@ -7,7 +7,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import os
+from collections.abc import Callable, Sequence
 
 import msgspec
 
@@ -33,11 +34,13 @@ from moonserve.live.http.server import ProcessPart
 from moonserve.live.kvevents.follower import Followers
 from moonserve.live.model.catalog import resolve
 from moonserve.live.model.config import load_config
+from moonserve.live.openai.trace_context import SamplingRule
 from moonserve.live.ports import Conducting, Registry
 from moonserve.live.process.access import Access
 from moonserve.live.process.external import ExternalEngines, ExternalSettings
 from moonserve.live.process.parts import Process, run
 from moonserve.live.record.recorder import Recorder
+from moonserve.live.record.traces import Traces, trace_settings
 from moonserve.live.text.template import load_template
 from moonserve.live.text.tokenizer import load_tokenizer
 from moonserve.live.text.tools import ModelText, TextTools
@@ -117,10 +120,14 @@ class Deciding:
             takes_fronts=takes_fronts,
         )
         recorder = Recorder(self.conductor, health, config.record, config.record_bytes)
+        self.traces = Traces(
+            self.conductor, health, trace_settings(config.otlp_traces_endpoint, os.environ)
+        )
         self.parts: list[ProcessPart] = [
             self.control,
             *([] if external is None else [external]),
             recorder,
+            self.traces,
         ]
 
 
@@ -141,8 +148,17 @@ class Gateway(Process):
         calls = deciding.engines_http or http
         leadership = deciding.control.leadership
         orders = OrderedBy(lambda: leadership.term)
+        traces = deciding.traces
         front = front_of(
-            config, self.conductor, calls, health, text, deciding.fleet, access, orders
+            config,
+            self.conductor,
+            calls,
+            health,
+            text,
+            deciding.fleet,
+            access,
+            orders,
+            lambda: traces.sampling,
         )
         for part in deciding.parts:
             for collector in part.collectors():
@@ -205,11 +221,13 @@ def front_of(
     fleet: Fleet | RemoteFleet | None,
     access: Access,
     orders: OrderedBy,
+    sampling: Callable[[], SamplingRule | None],
 ) -> Front:
     """OpenAI's API over the instances of the Conductor.
 
     They are workers, which serve the model of `text`, or the external engines of `fleet`. orders:
-    of the Conductor, for workers.
+    of the Conductor, for workers. sampling: which requests have spans, as the Conductor's process
+    says.
     """
     limits = Limits(
         max_in_flight=config.max_in_flight,
@@ -227,12 +245,14 @@ def front_of(
     if fleet is not None:
         call_limits = CallLimits(config.prefill_timeout_s, token_s=config.token_timeout_s)
         return _front(
-            EngineText(conductor, fleet, fleet, http, limits, call_limits), health, access
+            EngineText(conductor, fleet, fleet, http, limits, call_limits, sampling),
+            health,
+            access,
         )
     assert text is not None, "workers serve a model whose text side is read at the start"
     wire = WireClient(http, config.token, config.prefill_timeout_s, config.token_timeout_s, orders)
     serving = EmbeddedServing(conductor, wire, {text.name: text.max_len})
-    backend = OwnText(serving, {text.name: text.tools}.__getitem__, limits)
+    backend = OwnText(serving, {text.name: text.tools}.__getitem__, limits, sampling)
     return _front(backend, health, access)
 
 
