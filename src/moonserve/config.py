@@ -600,6 +600,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """External engines that a gateway serves with; docs/reference/external-engines.md has their
     fields. Empty: they are described later, over HTTP or in a registry. None: the gateway serves
     with workers."""
+    kubernetes: tuple[dict[str, object], ...] | None = None
+    """Where Kubernetes lists more of them: Services and InferencePools; docs/how-to/kubernetes.md
+    has the fields."""
     logging: Logging = Logging()
 
 
@@ -904,6 +907,7 @@ def _named(
     remedy = {
         "predictor": "must be uniform or survival (oracle: in simulation only)",
         "decode_kv": "must be off, end or a number of blocks, 1 or more",
+        "kubernetes": "must be a list of sources, each a map such as {service: vllm}",
         "instances": "must be a list of engines, each a map such as {name: e0, url: http://10.0.0.5:8000}",
     }.get(field, remedy)
     value = f"{merged[top]!r} from" if field == top and top in merged else "from"

@@ -25,6 +25,7 @@ from moonserve.live.control.in_registry import InRegistry
 from moonserve.live.control.index_copy import INDEX_PATH, first_of
 from moonserve.live.control.join import Internal
 from moonserve.live.control.loop import ConductorLoop
+from moonserve.live.external.listed import settled
 from moonserve.live.external.registry_engines import RegistryEngines
 from moonserve.live.external.spec import InstanceSpec
 from moonserve.live.fronts.road import road_of
@@ -638,8 +639,7 @@ def test_engines_in_the_registry_are_the_fleets_as_long_as_they_are_there(
             registry = MemoryRegistry()
             found = RegistryEngines(registry, site.fleet)
             following = asyncio.create_task(found.follow())
-            settled = asyncio.create_task(found.settled())
-            await settled, "there is none"
+            await settled(site.fleet, [found.read])  # there is none
             spec = InstanceSpec(name="e0", url=engine.url, events="off")
             entries = {
                 "e0": msgspec.json.encode(spec),
@@ -650,7 +650,7 @@ def test_engines_in_the_registry_are_the_fleets_as_long_as_they_are_there(
             for name, entry in entries.items():
                 await registry.put(ENGINES + name, entry)
             await site.until(lambda: list(site.views) == ["e0"])
-            await found.settled()
+            await settled(site.fleet, [found.read])
             assert [source for source, _ in site.fleet.monitors()] == ["the registry"]
             again = msgspec.structs.replace(spec, rack="r1")
             await registry.put(ENGINES + "e0", msgspec.json.encode(again))

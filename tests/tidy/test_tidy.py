@@ -83,6 +83,7 @@ FLOORS = {
             "kvevents",
             "store",
             "external",
+            "kubernetes",
             "drive",
             "control",
             "record",

@@ -24,6 +24,7 @@ from moonserve.invalid import in_words
 
 if TYPE_CHECKING:
     from moonserve.live.external.spec import InstanceSpec
+    from moonserve.live.kubernetes.sources import Source
 
 _FLAGS: tuple[tuple[str, str, str], ...] = (
     ("--prefill-url", "p", "URL of a vLLM server that only prefills; repeatable"),
@@ -132,7 +133,7 @@ def engines_of(
 
     model: the value of --model, if it was given. Raises ConfigError.
     """
-    if settings.instances is None and not by_flags:
+    if settings.instances is None and settings.kubernetes is None and not by_flags:
         return None
     for name in ("store", "store_url"):
         if getattr(settings, name) != getattr(Settings(), name):
@@ -163,6 +164,26 @@ def engines_of(
     # Every engine must serve the model that was given; the handshake checks that.
     engines = [*found, *by_flags]
     return [msgspec.structs.replace(it, model=it.model or model or "") for it in engines]
+
+
+def sources_of(settings: Settings) -> tuple[Source, ...]:
+    """Where Kubernetes lists external engines, as `kubernetes` in the file says. Raises
+    ConfigError."""
+    from moonserve.live.kubernetes.sources import Source
+
+    found: list[Source] = []
+    model = {} if settings.model == Settings().model else {"model": settings.model}
+    for number, entry in enumerate(settings.kubernetes or ()):
+        try:
+            source = msgspec.convert(entry, Source).checked()
+            found.append(msgspec.structs.replace(source, each={**model, **source.each}))
+        except msgspec.ValidationError as error:
+            field, what = in_words(error, Source)
+            raise ConfigError(what, f"kubernetes[{number}].{field}".rstrip(".")) from None
+        except ConfigError as error:
+            what = str(error).removeprefix(f"{error.field}: ")
+            raise ConfigError(what, f"kubernetes[{number}].{error.field}") from None
+    return tuple(found)
 
 
 def by_address(url: str) -> str:

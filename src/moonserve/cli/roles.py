@@ -14,7 +14,13 @@ from typing import TYPE_CHECKING, Any, Literal
 import click
 import msgspec
 
-from moonserve.cli.instances import Named, engines_of, instances_options, named_by_flags
+from moonserve.cli.instances import (
+    Named,
+    engines_of,
+    instances_options,
+    named_by_flags,
+    sources_of,
+)
 from moonserve.cli.settings import (
     advertise_host_option,
     cards_option,
@@ -63,6 +69,7 @@ def gateway(
         _run_front(settings, config, shared)
         return
     engines = engines_of(settings, config, named_by_flags(named), flags["model"])
+    sources = sources_of(settings)
     if settings.registry or settings.store_url:
         token = member_token(note, settings.host, *filter(None, [settings.store_url]))
     else:
@@ -81,7 +88,12 @@ def gateway(
     from moonserve.live.process.gateway import run_gateway
 
     made = _config_of(
-        settings, "gateway", token, engines is not None, advertise_host=advertise_host
+        settings,
+        "gateway",
+        token,
+        engines is not None,
+        advertise_host=advertise_host,
+        kubernetes=sources,
     )
     run_role(run_gateway(made, engines))
 
@@ -107,6 +119,7 @@ def conductor(
     """
     settings = read_settings(config, flags)
     engines = engines_of(settings, config, named_by_flags(named), flags["model"])
+    sources = sources_of(settings)
     token = member_token(note, settings.host, *filter(None, [settings.store_url]))
     from moonserve.live.process.supervise import die_with_parent
 
@@ -114,7 +127,12 @@ def conductor(
     from moonserve.live.process.fronts import run_conductor
 
     made = _config_of(
-        settings, "conductor", token, engines is not None, advertise_host=advertise_host
+        settings,
+        "conductor",
+        token,
+        engines is not None,
+        advertise_host=advertise_host,
+        kubernetes=sources,
     )
     run_role(run_conductor(made, engines, kept, advertise_port))
 

@@ -9,6 +9,7 @@ import msgspec
 
 from moonserve.core.schedule.tuning import Tuning
 from moonserve.core.units import Bytes
+from moonserve.live.kubernetes.sources import Source
 from moonserve.live.tls.contexts import ClientAuth, Tls
 
 LIVE = Tuning(cpp=8, bind_ahead_us=20_000)
@@ -87,6 +88,8 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Of clients, in each process; 0: as many as its limit of open files allows."""
     address_connections: int = 0
     """0: half of all."""
+    kubernetes: tuple[Source, ...] = ()
+    """Where Kubernetes lists external engines."""
     conductor: str = ""
     """Where a front reaches its Conductor: a unix socket, host:port or a registry; empty: this
     process has the Conductor."""

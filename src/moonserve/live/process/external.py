@@ -1,4 +1,4 @@
-"""The external engines of a gateway as a part of its process: the fleet, its API and its registry.
+"""The external engines of a gateway as a part of its process: the fleet, its API and its sources.
 
 Listed by `gateway.Deciding`. Needs no model files but the tokenizers that engine descriptions name.
 """
@@ -17,12 +17,16 @@ from prometheus_client.registry import Collector
 from moonserve.live.control.engines_api import EnginesApi, fleet_metrics
 from moonserve.live.control.views import Figures
 from moonserve.live.external.fleet import Fleet
+from moonserve.live.external.listed import settled
 from moonserve.live.external.monitor import Times
 from moonserve.live.external.registry_engines import RegistryEngines
 from moonserve.live.external.spec import InstanceSpec
 from moonserve.live.health import Health
 from moonserve.live.http.client import HttpClient
 from moonserve.live.http.server import ProcessPart, Routes
+from moonserve.live.kubernetes.api import ACCOUNT, account_of
+from moonserve.live.kubernetes.engines import KubernetesEngines
+from moonserve.live.kubernetes.sources import Source
 from moonserve.live.kvevents.follower import Follow
 from moonserve.live.ports import ClusterFeed, Registry
 from moonserve.live.tasks import keep_doing
@@ -40,6 +44,8 @@ class ExternalSettings(msgspec.Struct, frozen=True):
     times: Times
     kept: Path | None = None
     """A file that keeps what is described over HTTP for the next start; None: it is forgotten."""
+    sources: Sequence[Source] = ()
+    """Where Kubernetes lists more of them."""
 
 
 class ExternalEngines(ProcessPart):
@@ -64,6 +70,9 @@ class ExternalEngines(ProcessPart):
         self._settings = settings
         self._registered = None if registry is None else RegistryEngines(registry, fleet)
         self._following: asyncio.Task[None] | None = None
+        self._kubernetes: KubernetesEngines | None = None
+        """There from `prepare` on, if the settings have sources."""
+        self._health = health
         self._api = EnginesApi(fleet, conductor, health, self._registered)
         if self._registered is not None:
             health.report_alarms(self._registered.alarms)
@@ -82,27 +91,43 @@ class ExternalEngines(ProcessPart):
         return [Figures(partial(fleet_metrics, self.fleet, self._conductor))]
 
     async def prepare(self) -> None:
-        """Read the tokenizers of the engines, which join as they answer. Raises ConfigError."""
+        """Read the tokenizers of the engines, which join as they answer. Raises ConfigError, also
+        if Kubernetes is to list engines and this process does not run there."""
         await self.fleet.described(FILE, self._settings.specs)
         if self._settings.kept is not None:
             await self._api.keep(self._settings.kept)
+        if self._settings.sources:
+            account = account_of(os.environ, ACCOUNT)
+            self._kubernetes = KubernetesEngines(account, self._settings.sources, self.fleet)
+            self._health.report_alarms(self._kubernetes.alarms)
+            self._health.report_unready(self._unlisted)
+
+    def _unlisted(self) -> str:
+        """Why clients should wait for the first list of engines; empty: they need not."""
+        if self._kubernetes is None or self._kubernetes.read.is_set() or self.fleet.monitors():
+            return ""
+        return "Kubernetes has not listed the engines yet"
 
     async def start(self, port: int) -> None:
-        """Follow the engines in the registry."""
+        """Follow the engines in the registry and in Kubernetes."""
+        if self._kubernetes is not None:
+            self._kubernetes.start()
         if self._registered is not None:
             self._following = keep_doing(
                 "following engines in the registry", self._registered.follow
             )
 
     async def settled(self) -> None:
-        """Return once the engines of the registry have reported what they hold."""
-        assert self._registered is not None, "only asked where there is a registry"
-        await self._registered.settled()
+        """Return once the engines that others list have reported what they hold."""
+        lists = [self._registered, self._kubernetes]
+        await settled(self.fleet, [it.read for it in lists if it is not None])
 
     async def stop(self) -> None:
         """Follow nothing any more."""
         if self._following is not None:
             self._following.cancel()
             await asyncio.wait({self._following})
+        if self._kubernetes is not None:
+            await self._kubernetes.stop()
         await self.fleet.close()
         await self._http.close()

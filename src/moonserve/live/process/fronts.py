@@ -135,7 +135,9 @@ class ConductorProcess(Process):
         are described over HTTP for the next start. port: the one that others find in the registry;
         None: the one at which it listens. Raises ConfigError, RegistryError.
         """
-        engines = None if specs is None else ExternalSettings(specs, Times(), kept)
+        engines = (
+            None if specs is None else ExternalSettings(specs, Times(), kept, config.kubernetes)
+        )
         config, registry = await registered(with_engines(config, engines))
         http = client_of(config.tls)
         model = resolve(config.model).name if specs is None else ""

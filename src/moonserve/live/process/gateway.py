@@ -178,7 +178,11 @@ class Gateway(Process):
         specs: the external engines; None: workers will join. Raises ConfigError, RegistryError.
         """
         text = None if specs is not None else await asyncio.to_thread(read_text, config.model)
-        engines = None if specs is None else ExternalSettings(specs, times or Times())
+        engines = (
+            None
+            if specs is None
+            else ExternalSettings(specs, times or Times(), sources=config.kubernetes)
+        )
         config = expecting(config, specs)
         config, registry = await registered(with_engines(config, engines))
         http = client_of(config.tls)

@@ -1,0 +1,1 @@
+"""External engines that Kubernetes runs: found by the API server's lists and watches."""
