@@ -6,8 +6,10 @@ import msgspec
 
 from moonserve.core.request import Slo
 from moonserve.core.schedule.record import Measured, Record
-from moonserve.core.schedule.recorded import RecordedRequest, recorded
+from moonserve.core.schedule.recorded import RecordedRequest, cluster_of, recorded
+from moonserve.core.schedule.tuning import Tuning
 from moonserve.core.units import BlockKey, RequestId, Tokens
+from tests.support.cluster import info
 
 SALT = b"secret"
 
@@ -71,3 +73,15 @@ def test_ids_need_the_secret() -> None:
     other = row(record("a", 40, 1), keys("k1", "k2"), 16, b"other").hash_ids
     assert not set(mine) & set(other)
     assert max(mine + other) < 1 << 64
+
+
+def test_a_cluster_is_recorded_while_it_can_serve() -> None:
+    """Both roles, or instances that do both."""
+    prefill, decode, both = info("p0", "prefill"), info("d0", "decode"), info("b0", "both")
+    found = cluster_of([prefill, decode], Tuning())
+    assert found is not None
+    assert [it.id for it in found.instances] == ["p0", "d0"]
+    assert found.instances[0].block_size == prefill.namespace.block_size
+    assert cluster_of([both], Tuning()) is not None
+    assert cluster_of([prefill], Tuning()) is None
+    assert cluster_of([], Tuning()) is None

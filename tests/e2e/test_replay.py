@@ -53,12 +53,14 @@ def test_a_run_its_profile_and_the_same_simulated(trace: Path, tmp_path: Path) -
     found = json.loads(done.stdout)
     assert (found["requests"], found["completed"], found["failed"]) == (ROWS, ROWS, 0)
     assert found["hit_rate_tokens"] > 0
-    assert found["simulated"]["hit_rate_tokens"] > 0
-    assert not [name for name in found["simulated"] if found["simulated"][name] is None]
+    compared = {it["name"]: it for it in found["compared"]}
+    assert compared["ttft_ms"]["requests"] == ROWS
+    assert compared["cached_tokens"]["recorded"]["mean"] > 0
+    assert compared["cached_tokens"]["simulated"]["mean"] > 0
     assert len(rows.read_text().splitlines()) == ROWS + 1
     profile = profile_from_json(out.read_bytes(), "mine.json")
-    assert profile.call_us > 0
-    assert profile.hand_over_us > 0
+    assert profile.call.us(100, 1.0) > 0
+    assert profile.publish.us(100, 1.0) > 0
     again = CliRunner().invoke(cli, ["simulate", str(trace), *blocks, "--profile", str(out)])
     assert again.exit_code == 0, again.output
     assert unequal.exit_code == 2

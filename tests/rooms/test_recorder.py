@@ -23,6 +23,7 @@ from moonserve.core.request import Request
 from moonserve.core.schedule.conductor import Conductor
 from moonserve.core.schedule.facts import DecodeEnded, Joined, PrefillEnded
 from moonserve.core.schedule.record import Measured
+from moonserve.core.schedule.recorded import CLUSTER_FILE, RecordedCluster, RecordedInstance
 from moonserve.core.units import BlockKey, Bytes, RequestId
 from moonserve.live.control.loop import ConductorLoop
 from moonserve.live.health import Health
@@ -90,7 +91,8 @@ def test_a_recording_is_a_trace(tmp_path: Path) -> None:
     assert a["stages"]["total_ms"] >= 0
     assert a["candidates"][0]["instance"] == "p0"
     assert oct(folder.stat().st_mode & 0o777) == "0o700"
-    [file] = folder.iterdir()
+    cluster, file = sorted(folder.iterdir())
+    assert cluster.name == CLUSTER_FILE
     assert oct(file.stat().st_mode & 0o777) == "0o600"
     for path in (folder, file):
         trace = read_trace(path)
@@ -100,6 +102,21 @@ def test_a_recording_is_a_trace(tmp_path: Path) -> None:
         shared = 48 * SIZE // trace.block_size
         assert first.blocks[:shared] == second.blocks[:shared]
         assert not set(first.blocks[shared:]) & set(second.blocks[shared:])
+
+
+def test_the_cluster_that_served_is_recorded_beside_the_rows(tmp_path: Path) -> None:
+    """It has the sizes of the instances, and no addresses."""
+
+    async def test(recorder: Recorder, serve: Serve) -> None:
+        serve("a", 2)
+
+    run(tmp_path, test)
+    text = (tmp_path / CLUSTER_FILE).read_bytes()
+    found = msgspec.json.decode(text, type=RecordedCluster)
+    joined = [info("d0", "decode"), info("p0", "prefill")]
+    assert found.instances == [RecordedInstance.of(it) for it in joined]
+    assert found.instances[0].block_size == SIZE
+    assert b"http" not in text
 
 
 def test_rows_are_in_order_of_arrival_when_read(tmp_path: Path) -> None:

@@ -13,11 +13,11 @@ import msgspec
 import pytest
 from click.testing import CliRunner
 
-from moonserve.cli import cli, mirror
-from moonserve.cli.mirror import ClusterWatch, _value
+from moonserve.cli import cli
+from moonserve.cli.mirror import ClusterWatch
 from moonserve.cli.replay import prompt_of, summary
-from moonserve.core.errors import BadRequest
-from moonserve.core.schedule.profiles import PROFILES, Profile
+from moonserve.core.errors import BadRequest, EngineFailed
+from moonserve.core.schedule.profiles import PROFILES, Overhead, Profile
 from moonserve.core.units import SegmentId
 from moonserve.live.replay import ReplayResult, TimedRequest, replay
 from moonserve.sim.cluster import Simulation
@@ -212,12 +212,21 @@ def simulated(profile: Profile, *rows: Row, **setup: bool) -> Simulation:
 
 
 def test_measured_overheads_delay_tokens_and_nothing_else() -> None:
-    """Calls and hand-overs come on top of TTFT; a call's and a load's way on the first gap."""
+    """Those before the first token come on top of TTFT; a decode call's and a load's way on the
+    first gap."""
     row = Row(0, 1_000, 3, (1, 2))
     plain = PROFILES["a800"]
-    more = msgspec.structs.replace(plain, call_us=4_000, hand_over_us=3_000, load_base_us=500)
+    more = msgspec.structs.replace(
+        plain,
+        arrive=Overhead(500.0, 1.0),
+        call=Overhead(2_000.0, 2.0),
+        turn=Overhead(700.0),
+        publish=Overhead(2_000.0, 1.0),
+        decode_call=Overhead(2_000.0),
+        load_base_us=500,
+    )
     before, after = (simulated(profile, row) for profile in (plain, more))
-    assert after.served[0].first_us == before.served[0].first_us + 7_000
+    assert after.served[0].first_us == before.served[0].first_us + 1_500 + 4_000 + 700 + 3_000
     gaps = [measure(sim, 0.0).gaps_ms for sim in (before, after)]
     assert gaps[1][0] - gaps[0][0] == pytest.approx(2.5, abs=0.01)
     assert gaps[1][1] == gaps[0][1]
@@ -235,80 +244,84 @@ def test_one_copy_keeps_blocks_where_they_are() -> None:
         assert sim.served[2].cached == 1_024
 
 
-def test_a_metric_is_read_from_a_page() -> None:
-    """All samples of one name are added; names that only begin alike are others."""
-    page = 'a_sum{engine="0"} 1.5\na_sum_more 9\na_sum 2\n# a_sum 7\n'
-    assert _value(page, "a_sum") == 3.5
-
-
 class Gateway:
     """Says what a cluster of one prefill and one decode instance says, before and after a run."""
 
-    def __init__(self, url: str, token: str = "") -> None:
-        """The mirror makes one for each instance, by its URL."""
-
     after = False
+    placed = 10
 
     def get_as(self, path: str, shape: Any) -> Any:
         """The API's views, as the mirror reads them."""
-        return msgspec.convert(self._get(path), shape)
+        if path.startswith("/api/decisions/"):
+            number = int(path.removeprefix("/api/decisions/r"))
+            return msgspec.convert(self._decision(number), shape)
+        return msgspec.convert(self._view(path), shape)
 
-    def _get(self, path: str) -> object:
-        cost = {"pass_us": [200.0, 10, 0, 0, 200, 100, 0], "load_us": [500.0, 1e-3]}
-        one = {"url": "", "kv_blocks": 64, "block_bytes": 256, "block_size": 32, "max_seqs": 8}
-        one |= {"chunk_tokens": 512, "cost": cost}
+    def _view(self, path: str) -> object:
+        one = {"kv_blocks": 64, "block_bytes": 256, "block_size": 32, "max_seqs": 8, "layers": 0}
+        one |= {"chunk_tokens": 512, "segment_bytes": 4_096, "connector": "embedded"}
         if path == "/api/instances":
             return [{"id": "p0", "role": "prefill", **one}, {"id": "d0", "role": "decode", **one}]
-        waits = {"placed": 4, "waited_us": 8_000_000} if Gateway.after else {}
-        return {"store": {"segments": []}, "tuning": {}, "placed": 0, "waited_us": 0} | waits
+        return {"tuning": {}, "placed": self.placed if Gateway.after else 0}
 
-    def text(self, path: str) -> str:
-        """The worker's metrics: four first tokens of 0.5 s each, hand-overs of 10 ms."""
-        if not Gateway.after:
-            return ""
-        pairs = (
-            ("vllm:time_to_first_token_seconds", 2.0),
-            ("moonserve_kv_hand_over_seconds", 0.04),
-        )
-        return "".join(f"{name}_sum {total}\n{name}_count 4\n" for name, total in pairs)
+    def _decision(self, number: int) -> object:
+        if not number:
+            raise EngineFailed("no decision is kept for request r0")
+        stages = {"waited_ms": 8.0, "queue_ms": 4.0, "load_ms": 0.0, "compute_ms": 40.0}
+        stages |= {"publish_ms": 6.0, "prefill_ms": 62.0, "handover_ms": 30.0}
+        stages |= {"decode_ms": 20.0, "total_ms": 120.0}
+        ends = {"actual_ttft_ms": 70.0, "actual_tbt_ms": 25.0, "actual_cached_tokens": 0}
+        where = {"prefill": "p0", "decode": "d0", "prompt_tokens": 60, "output_tokens": 3}
+        return {
+            "request": f"r{number}",
+            "outcome": "length",
+            "why": "",
+            "arrived_ms": 10_000 * number,
+            "in_time": True,
+            "stages": stages,
+            **ends,
+            **where,
+        }
 
 
-def fitted(
-    monkeypatch: pytest.MonkeyPatch, ttft_us: int, count: int = 4, late_us: int = 0
-) -> ClusterWatch:
-    """A profile from answers that all came so late."""
-    monkeypatch.setattr(mirror, "Client", Gateway)
+def watched(monkeypatch: pytest.MonkeyPatch, late_us: int = 0, placed: int = 10) -> ClusterWatch:
+    """A run of ten requests, of which the gateway has forgotten the first one."""
     monkeypatch.setattr(Gateway, "after", False)
-    watch = ClusterWatch(Gateway(""), 32)  # type: ignore[arg-type]
+    monkeypatch.setattr(Gateway, "placed", placed)
+    watch = ClusterWatch(Gateway(), 32)  # type: ignore[arg-type]
     monkeypatch.setattr(Gateway, "after", True)
-    answer = ReplayResult("r", late_us, "completed", "", [ttft_us + late_us])
-    watch.end("t", [answer] * count)
+    times = [70_000 + late_us]
+    watch.end("t", [ReplayResult(f"r{at}", late_us, "completed", "", times) for at in range(10)])
     return watch
 
 
-def test_a_wait_at_the_conductor_is_no_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A call is what clients waited beyond the workers' TTFT and the wait before it, which the
-    simulated Conductor has again."""
-    watch = fitted(monkeypatch, 2_530_000)
-    assert watch.profile.call_us == pytest.approx(30_000)
-    assert watch.profile.hand_over_us == pytest.approx(10_000)
+def test_a_profile_has_what_the_gateway_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each stage's time is that of its term, and the comparison is of what is still known."""
+    watch = watched(monkeypatch)
+    profile = watch.profile
+    stages = {"arrive": 8_000, "call": 12_000, "turn": 4_000, "publish": 6_000}
+    for name, us in stages.items():
+        assert getattr(profile, name).us(60, 1.0) == pytest.approx(us, rel=0.02), name
+    assert profile.cost().decode_step_us(1, 62) == pytest.approx(20_000, rel=0.02)
     assert watch.doubts == []
+    rows = [Row(10_000_000 * at, 60, 3, (2 * at, 2 * at + 1)) for at in range(10)]
+    found = {it.name: it for it in watch.compare(Trace("t", 32, rows))}
+    assert found["ttft_ms"].requests == 9
+    assert found["ttft_ms"].recorded.mean == 70.0
+    assert not found["ttft_ms"].missed()
+    assert not found["tbt_ms"].missed()
 
 
 @pytest.mark.parametrize(
-    ("ttft_us", "count", "late_us", "told"),
+    ("late_us", "placed", "told"),
     [
-        (5_000_000, 4, 0, "short of CPUs"),
-        (2_530_000, 3, 0, "requests of others were served meanwhile (1)"),
-        (2_530_000, 4, 1_000_000, "this client was overloaded"),
-        (2_000_000, 4, 0, "call_us is set to 0"),
+        (0, 11, "requests of others were served meanwhile (1)"),
+        (1_000_000, 10, "this client was overloaded"),
     ],
 )
 def test_a_profile_of_the_run_more_than_of_the_cluster_is_doubted(
-    monkeypatch: pytest.MonkeyPatch, ttft_us: int, count: int, late_us: int, told: str
+    monkeypatch: pytest.MonkeyPatch, late_us: int, placed: int, told: str
 ) -> None:
     """Each sign of it is one warning."""
-    watch = fitted(monkeypatch, ttft_us, count, late_us)
-    [doubt] = watch.doubts
+    [doubt] = watched(monkeypatch, late_us, placed).doubts
     assert told in doubt
-    assert watch.profile.call_us >= 0

@@ -271,7 +271,7 @@ def test_json_says_how_to_repeat_it(path: Path, tmp_path: Path) -> None:
 
     mine = tmp_path / "mine.json"
     mine.write_bytes(
-        msgspec.json.encode(msgspec.structs.replace(PROFILES["h800"], name="mine", call_us=5_000))
+        msgspec.json.encode(msgspec.structs.replace(PROFILES["h800"], name="mine", wake_us=5_000))
     )
     argv = ("--policy", "random", "--seed", "4", "--speed", "3", "--limit", "30", "--racks", "2")
     found = figures(path, *argv, "--profile", mine, "--fault", "kill:p000@3s", "--no-overlap")

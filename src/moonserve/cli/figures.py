@@ -13,13 +13,14 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from moonserve import __version__
-from moonserve.core.schedule.profiles import PROFILES
+from moonserve.core.schedule.profiles import OVERHEADS, PROFILES, Profile
 
 if TYPE_CHECKING:
     import click
 
     from moonserve.core.schedule.explain import Explanation
     from moonserve.sim.cluster import Simulation
+    from moonserve.sim.compared import Compared
     from moonserve.sim.metrics import Result
     from moonserve.sim.served import Served
     from moonserve.sim.setup import Setup
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 _SAID = {
     *("prefill", "decode", "mixed", "policy", "profile", "cache_blocks", "eviction", "pool"),
     *("admission", "fault", "speed", "ttft_slo", "tbt_slo", "trace", "explain", "as_json"),
-    *("report", "rows", "cprofile"),
+    *("report", "rows", "cprofile", "compare"),
 }
 """Options that the titles and the table show already, and those that do not change the simulation.
 """
@@ -104,9 +105,8 @@ def table(sim: Simulation, result: Result, above: Sequence[str]) -> str:
     """The figures as lines for people, below the titles."""
     found = result.summary
     goal = sim.setup.goal
-    assert goal.ttft_us is not None
-    assert goal.tbt_us is not None
-
+    ttft_goal = "" if goal.ttft_us is None else _goal(f"{goal.ttft_us / 1e6:g} s", "ttft")
+    tbt_goal = "" if goal.tbt_us is None else _goal(f"{goal.tbt_us / 1e3:g} ms", "tbt")
     prefill = "mixed" if sim.setup.mixed else "prefill"
     lines = [
         "requests   {requests:,} in {span_s:,.0f} s: {completed:,} completed, "
@@ -116,9 +116,9 @@ def table(sim: Simulation, result: Result, above: Sequence[str]) -> str:
             for one in result.lost
         ),
         "TTFT       mean {ttft_mean_s:.2f} s, p50 {ttft_p50_s:.2f}, p90 {ttft_p90_s:.2f}, "
-        f"p99 {{ttft_p99_s:.2f}}; goal {goal.ttft_us / 1e6:g} s met by {{attainment_ttft:.1%}}",
-        "TBT        p50 {tbt_p50_ms:,.0f} ms, p90 {tbt_p90_ms:,.0f}, p99 {tbt_p99_ms:,.0f}; "
-        f"goal {goal.tbt_us / 1e3:g} ms met by {{attainment_tbt:.1%}}",
+        f"p99 {{ttft_p99_s:.2f}}{ttft_goal}",
+        "TBT        p50 {tbt_p50_ms:,.0f} ms, p90 {tbt_p90_ms:,.0f}, p99 {tbt_p99_ms:,.0f}"
+        + tbt_goal,
         "gaps       p50 {gap_p50_ms:,.0f} ms, p90 {gap_p90_ms:,.0f}, p99 {gap_p99_ms:,.0f}",
         "both goals {attainment:.1%} of requests; goodput {goodput_rps:.2f} requests/s, "
         "{goodput_tokens_per_s:,.0f} tokens/s",
@@ -145,6 +145,62 @@ def table(sim: Simulation, result: Result, above: Sequence[str]) -> str:
         lines = [line for line in lines if not line.startswith("groups")]
     form = Form()
     return "\n".join(above) + "\n\n" + "\n".join(form.vformat(line, (), found) for line in lines)
+
+
+def _goal(shown: str, name: str) -> str:
+    return f"; goal {shown} met by {{attainment_{name}:.1%}}"
+
+
+def costs_of(profile: Profile) -> list[str]:
+    """What a fitted profile says, in milliseconds, for people."""
+    base, new, _, _, step, seq, context = (us / 1e3 for us in profile.pass_us)
+    ms = {name: getattr(profile, name).base_us / 1e3 for name in OVERHEADS}
+    lines = [
+        f"costs      {profile.source}",
+        f"           a prefill pass {base:.1f} ms and {1e3 * new:,.0f} for 1,000 tokens; a decode "
+        f"step {step:.1f} ms, {seq:.2f} for each request and {1e3 * context:.1f} for 1,000 tokens",
+        f"           beside them: arrival {ms['arrive']:.1f} ms, prefill call {ms['call']:.1f}, "
+        f"turn {ms['turn']:.1f}, load {ms['own_load']:.1f}, publishing {ms['publish']:.1f}, decode "
+        f"call {ms['decode_call']:.1f}",
+    ]
+    if profile.cold_after_us:
+        cold_us = profile.wake_us + sum(getattr(profile, name).cold_us for name in OVERHEADS)
+        lines.append(
+            f"           after an idle time up to {cold_us / 1e3:,.0f} ms more, half of it after "
+            f"{profile.cold_after_us / 1e6:g} s"
+        )
+    if profile.cores:
+        lines.append(f"           {profile.cores:g} instances compute at full speed at a time")
+    return lines
+
+
+def comparison(compared: Sequence[Compared]) -> list[str]:
+    """Recorded and simulated figures side by side, then whether the goals are met."""
+    from moonserve.show.table import table as aligned
+
+    statistics = ("mean", "p50", "p90")
+    rows = [["", *(f"{name} {side}" for name in statistics for side in ("rec.", "sim.", ""))]]
+    for it in compared:
+        errors = it.errors()
+        cells = [it.name]
+        for name in statistics:
+            error = f"{errors[name]:+.1%}" if name in errors else "-"
+            before, after = getattr(it.recorded, name), getattr(it.simulated, name)
+            cells += [f"{before:,.1f}", f"{after:,.1f}", error]
+        rows.append(cells)
+    return [*aligned(rows, words=1), "", *(line for it in compared for line in _verdict(it))]
+
+
+def _verdict(compared: Compared) -> list[str]:
+    if compared.goal is None:
+        return []
+    name = compared.name.removesuffix("_ms").upper()
+    goal = f"{compared.goal:.0%}"
+    errors, missed = compared.errors(), compared.missed()
+    if not missed:
+        return [f"{name} within {goal} in mean, p50 and p90"]
+    by = ", ".join(f"{statistic} by {errors[statistic]:+.1%}" for statistic in missed)
+    return [f"{name} NOT within {goal}: {by}"]
 
 
 def _literal(text: str) -> str:

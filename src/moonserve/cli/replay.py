@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 import click
 
 from moonserve.cli.client import URL, Client
+from moonserve.cli.figures import Form, comparison, costs_of
 from moonserve.cli.output import OutputFile, check_apart, input_path, print_json, write_csv
 from moonserve.cli.tls import client_trust
 from moonserve.cli.token import credential_for
@@ -111,12 +112,17 @@ def replay(
             click.echo(f"warning: the fitted profile: {doubt}", err=True)
         if profile_out is not None:
             profile_out.write(msgspec.json.format(msgspec.json.encode(watch.profile)).decode())
-        if compare:
-            found["simulated"] = watch.simulate(read)
+    compared = watch.compare(read) if compare and watch is not None else []
     if as_json:
+        if compare:
+            found["compared"] = [it.as_json() for it in compared]
         print_json(found)
         return
     click.echo(_table(found))
+    if watch is not None:
+        click.echo("\n".join(costs_of(watch.profile)))
+    if compare:
+        click.echo("\n" + "\n".join(comparison(compared)))
     failures = sorted({answer.error for answer in answers if answer.outcome == "failed"})
     for error in failures[:3]:
         click.echo(f"failed: {error}", err=True)
@@ -211,8 +217,6 @@ def summary(trace: Trace, answers: Sequence[ReplayResult]) -> dict[str, Any]:
 
 
 def _table(found: dict[str, Any]) -> str:
-    from moonserve.cli.figures import Form
-
     lines = [
         "{trace} at {speed:g}x on {model}",
         "",
@@ -225,18 +229,7 @@ def _table(found: dict[str, Any]) -> str:
         "gaps       p50 {gap_p50_ms:,.0f} ms, p90 {gap_p90_ms:,.0f}, p99 {gap_p99_ms:,.0f}",
         "reuse      {hit_rate_tokens:.1%} of input tokens",
     ]
-    text = "\n".join(Form().vformat(line, (), found) for line in lines)
-    if "simulated" not in found:
-        return text
-    from moonserve.show.table import table
-
-    rows = [("", "live", "simulated", "error")]
-    for name, simulated in found["simulated"].items():
-        live = found[name]
-        if live is not None and simulated is not None:
-            error = f"{simulated / live - 1:+.1%}" if live else "-"
-            rows.append((name, f"{live:.3f}", f"{simulated:.3f}", error))
-    return "\n".join([text, "", *table(rows, words=1)])
+    return "\n".join(Form().vformat(line, (), found) for line in lines)
 
 
 def _write_rows(trace: Trace, answers: Sequence[ReplayResult], out: TextIO) -> None:

@@ -7,15 +7,18 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from time import process_time
 from typing import IO, TYPE_CHECKING, Any, TextIO
 
 import click
+from click.core import ParameterSource
 
 from moonserve.cli.figures import (
+    comparison,
+    costs_of,
     explanation_of,
     setup_of,
     story,
@@ -33,6 +36,8 @@ if TYPE_CHECKING:
     from cProfile import Profile as Profiler
 
     from moonserve.sim.cluster import Simulation
+    from moonserve.sim.compared import Compared
+    from moonserve.sim.recording import Recording
     from moonserve.sim.setup import Breakdown, Setup
 
 _SOME = click.IntRange(min=1)
@@ -42,7 +47,7 @@ _SAMPLES = 200
 _option = partial(click.option, show_default=True)
 
 
-def _setup(
+def _values(
     *,
     prefill: int | None,
     decode: int | None,
@@ -55,11 +60,8 @@ def _setup(
     no_overlap: bool,
     fault: tuple[str, ...],
     **same: Any,
-) -> Setup:
-    """The simulation's setup, from the options' values. Raises ConfigError that names the
-    option."""
-    from moonserve.sim.axes import setup_of
-
+) -> dict[str, Any]:
+    """The options' values as sim.axes takes them. Raises ConfigError that names the option."""
     if not 0 < threshold < float("inf"):
         raise ConfigError(f"{threshold} must be a number above 0", "--threshold")
     if cache_blocks != "infinite" and not cache_blocks.isdecimal():
@@ -67,7 +69,7 @@ def _setup(
     if chunk_tokens is not None:
         same["chunk_tokens"] = chunk_tokens
     apart = 0 if mixed else 8
-    values = {
+    return {
         **same,
         "split": (
             apart if prefill is None else prefill,
@@ -80,7 +82,38 @@ def _setup(
         "pooled": pool == "global",
         "overlap": not no_overlap,
     }
-    return setup_of(values, tuple(map(_breakdown, fault)))
+
+
+_AXIS = {
+    "prefill": "split",
+    "decode": "split",
+    "mixed": "split",
+    "threshold": "kvcache_balancing_threshold",
+    "pool": "pooled",
+    "no_overlap": "overlap",
+}
+"""Options whose values sim.axes knows by another name."""
+
+
+def _as_recorded(recording: Recording, options: Mapping[str, Any]) -> dict[str, Any]:
+    """The values that describe the cluster of a recording, but for the options that were given."""
+    from moonserve.sim.axes import read_profile, values_of
+
+    source = click.get_current_context().get_parameter_source
+    given = {name for name in options if source(name) is not ParameterSource.DEFAULT}
+    profile = read_profile(options["profile"]) if "profile" in given else recording.profile()
+    recorded = values_of(recording.setup(profile))
+    prefill, decode, mixed = recorded["split"]
+    counts = {"prefill": prefill, "decode": decode, "mixed": mixed}
+    if "mixed" in given:
+        counts |= {"prefill": 0, "decode": 0}
+    elif given & {"prefill", "decode"}:
+        counts["mixed"] = 0
+    options = counts | {
+        name: value for name, value in options.items() if name in given or name not in counts
+    }
+    asked = {_AXIS.get(name, name) for name in given - {"profile"}}
+    return recorded | {axis: it for axis, it in _values(**options).items() if axis in asked}
 
 
 @click.command()
@@ -92,6 +125,7 @@ def _setup(
 @click.option("--json", "as_json", is_flag=True, help="Print all figures as JSON.")
 @click.option("--report", type=OutputFile(), help="Write a page with plots.")
 @click.option("--rows", type=OutputFile(), help="Write a CSV of all requests.")
+@click.option("--compare", is_flag=True, help="Print recorded and simulated times side by side.")
 @click.option(
     "--explain", metavar="REQUEST", help="Show why a request was placed as it was; r000042."
 )
@@ -104,6 +138,7 @@ def simulate(
     as_json: bool,
     report: TextIO | None,
     rows: TextIO | None,
+    compare: bool,
     explain: str | None,
     cprofile: IO[bytes] | None,
     **cluster: Any,
@@ -114,17 +149,24 @@ def simulate(
     made up. TRACE has a format that `moonserve trace` reads; - is stdin. The same inputs give
     the same digest. docs/explanation/simulator.md says what is modelled, and what is not.
 
+    If TRACE is a recording of a gateway, its cluster is simulated: its instances, its settings,
+    and costs that are fitted from the recorded times. Options that are given change that.
+
     \b
     Examples:
       moonserve simulate conversation.jsonl --speed 1.5 --report run.html
       moonserve simulate conversation.jsonl --policy random --limit 1000 --json
       moonserve simulate conversation.jsonl --mixed 16 --chunk-tokens 2048
       moonserve simulate conversation.jsonl --limit 300 --explain r000042
+      moonserve simulate ~/recordings --compare
     """
     import msgspec
 
+    from moonserve.sim.axes import setup_of as setup_from
     from moonserve.sim.cluster import Simulation
+    from moonserve.sim.compared import compare as compare_with
     from moonserve.sim.metrics import measure, queues
+    from moonserve.sim.recording import read_recording
     from moonserve.sim.trace import read_trace, scale
 
     check_apart(
@@ -133,7 +175,11 @@ def simulate(
         rows=rows,
         cprofile=cprofile,
     )
-    setup = _setup(**cluster)
+    recording = read_recording(input_path(trace))
+    if compare and (recording is None or speed != 1.0):
+        raise ConfigError("needs a recording of this version, at its own speed", "--compare")
+    values = _values(**cluster) if recording is None else _as_recorded(recording, cluster)
+    setup = setup_from(values, tuple(map(_breakdown, cluster["fault"])))
     for idle in _idle(setup, **cluster):
         click.echo(f"warning: {idle}", err=True)
     read = read_trace(input_path(trace), limit, block_size)
@@ -153,14 +199,26 @@ def simulate(
         report.write(page(sim, result, *titles(sim, speed, more)))
     if rows is not None:
         write_csv([msgspec.structs.asdict(row) for row in result.rows], rows)
+    compared: list[Compared] = []
+    if compare and recording is not None:
+        pairs = zip(recording.rows[: len(sim.served)], sim.served, strict=True)
+        compared = compare_with(pairs)
     asked = [one for one in sim.served if one.id == explain]
     if as_json:
         further: dict[str, Any] = {"lost": result.lost, "setup": described, "queues": queues(sim)}
+        if recording is not None:
+            described["recorded"] = setup
+        if compare:
+            further["compared"] = [it.as_json() for it in compared]
         if asked:
             further["explanation"] = explanation_of(asked[0])
         print_json(result.summary | further)
         return
     click.echo(table(sim, result, titles(sim, speed, more)))
+    if recording is not None:
+        click.echo("\n".join(costs_of(setup.profile)))
+    if compare:
+        click.echo("\n" + "\n".join(comparison(compared)))
     for one in asked:
         click.echo("\n" + story(explanation_of(one), one))
 

@@ -20,7 +20,9 @@ from moonserve.core.schedule.tuning import Tuning
 from moonserve.core.units import Micros
 from moonserve.invalid import in_words
 from moonserve.quantity import parse_duration_us, shown_duration
+from moonserve.sim.recording import recorded_profile
 from moonserve.sim.setup import ALONE, Breakdown, Setup
+from moonserve.sim.trace import is_recording
 
 SPECIAL: Mapping[str, Any] = {
     "trace": str,
@@ -78,7 +80,7 @@ def setup_of(values: Mapping[str, Any], breakdowns: tuple[Breakdown, ...] = ()) 
         prefill=prefill,
         decode=decode,
         mixed=mixed,
-        profile=read_profile(values["profile"]),
+        profile=_profile(values["profile"]),
         tuning=Tuning(slo=goal, **{k: v for k, v in values.items() if k in _TUNING}),
         goal=goal,
         breakdowns=breakdowns,
@@ -86,6 +88,23 @@ def setup_of(values: Mapping[str, Any], breakdowns: tuple[Breakdown, ...] = ()) 
     )
     setup.check()
     return setup
+
+
+def values_of(setup: Setup) -> dict[str, Any]:
+    """The values that describe a setup without faults: `setup_of` makes it from them."""
+    tuning = setup.tuning
+    return {
+        "split": (setup.prefill, setup.decode, setup.mixed),
+        "profile": setup.profile,
+        "ttft_slo": None if tuning.slo.ttft_us is None else shown_duration(tuning.slo.ttft_us),
+        "tbt_slo": None if tuning.slo.tbt_us is None else shown_duration(tuning.slo.tbt_us),
+        **{name: getattr(tuning, name) for name in _TUNING},
+        **{name: getattr(setup, name) for name in _SETUP},
+    }
+
+
+def _profile(given: str | Profile) -> Profile:
+    return given if isinstance(given, Profile) else read_profile(given)
 
 
 def _objective(values: Mapping[str, Any], name: str) -> Micros | None:
@@ -106,8 +125,10 @@ def _split(text: str) -> tuple[int, int, int]:
 
 
 def read_profile(name: str) -> Profile:
-    """A built-in profile, or one in a file. Raises ConfigError."""
+    """A built-in profile, one in a file, or that of a recording. Raises ConfigError."""
     path = Path(name)
+    if name not in PROFILES and is_recording(path):
+        return recorded_profile(path)
     if name in PROFILES or not path.is_file():
         return profile_of(name)
     try:

@@ -21,12 +21,14 @@ class Cache(Generic[K]):
     request that is longer than the cache leaves its leading blocks.
     """
 
-    def __init__(self, capacity: int | None, policy: str = "lru") -> None:
+    def __init__(self, capacity: int | None, policy: str = "lru", low: int | None = None) -> None:
+        """low: when it is over its capacity, so many stay; None: as many as it can hold."""
         if capacity is not None and capacity < 0:
             raise ConfigError(f"{capacity} must be 0 or more blocks", "cache_blocks")
         if policy not in EVICTIONS:
             raise ConfigError(f"{policy!r} must be one of {', '.join(EVICTIONS)}", "eviction")
         self.capacity = capacity
+        self._low = capacity if low is None else low
         self._order: Eviction[K] = EVICTIONS[policy]()
 
     def __contains__(self, key: K) -> bool:
@@ -53,10 +55,10 @@ class Cache(Generic[K]):
         of `keys`."""
         order = self._order
         order.use(keys)
-        if self.capacity is None:
+        if self.capacity is None or self._low is None or len(order) <= self.capacity:
             return []
         evicted = []
-        for _ in range(len(order) - self.capacity):
+        for _ in range(len(order) - self._low):
             key = order.pop()
             assert key is not None
             evicted.append(key)

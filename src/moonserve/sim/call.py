@@ -40,5 +40,7 @@ class Call(msgspec.Struct, eq=False):
     began_us: Micros | None = None
     busy_us: Micros = 0
     """Time of the passes that it took part in, each shared among its calls; 0 on decode."""
+    computed_us: Micros = 0
+    """Time of the passes that prefilled it, each counted whole."""
     spans: list[list[int]] = []
     """[first, after last] numbers of the node's passes that gave it a token."""

@@ -41,9 +41,11 @@ class Carrier:
         self._tell = tell
         rate, base_us = setup.profile.link_bytes_per_s, round(setup.profile.load_base_us)
         self.network = Network(clock, rate, frozenset({POOL}), base_us)
-        self.way_us = round(setup.profile.call_us / 2)
-        """The time of a call from the gateway to its instance."""
+        self.way_us = round(setup.profile.call.base_us / 2)
+        """The time of a call from the gateway to an instance that has nothing to load."""
         self.copied_blocks = 0
+        self.pace = 1.0
+        """How many times longer all work takes, for want of cores."""
 
     def after(self, us: Micros, call: Callable[[], None]) -> None:
         """Call after `us`; at once if that is 0."""
@@ -68,22 +70,27 @@ class Carrier:
         fetch = self._setup.one_copy or decision.reused_tokens > decision.chosen.local_tokens
         local, remote = self._segments.find(node, keys, fetch)
         blocks = local + sum(remote.values())
-        left = len(remote)
+        profile, prompt = self._setup.profile, served.row.input_tokens
+        way_us = served.call_us // 2 + profile.turn.us(prompt, served.cold, self.pace)
+        own_us = profile.own_load.us(local * size, served.cold, self.pace) if local else 0
+        begins_us = self._clock.now_us + way_us
+        left = len(remote) + bool(own_us)
 
         def one_came() -> None:
             nonlocal left
             left -= 1
             if left <= 0:
+                served.load_us = self._clock.now_us - begins_us
                 if decision.copies and remote and not node.dead:
                     self.copied_blocks += blocks - local
                     self._tell(self._segments.store(node, served.keys, 0, blocks, copies=True))
                 done(blocks * size)
 
-        if not remote:
-            self.after(self.way_us, one_came)
+        if own_us or not remote:
+            self.after(way_us + own_us, one_came)
         for source, count in remote.items():
             moved = count * node.info.block_bytes
-            self.after(self.way_us, partial(self.move, source, node, moved, one_came))
+            self.after(way_us, partial(self.move, source, node, moved, one_came))
 
     def spread(self, order: Spread) -> None:
         """Copy what the source still has of a hot prefix; the end of the copy is reported last."""
@@ -135,7 +142,8 @@ class Carrier:
         """A decode call needs all the KV, which may be on its way already."""
         if served.flow is None:
             served.flow = self.whole_flow(served, served.calls[-1][0])
-        here = partial(self.after, self.way_us, partial(done, length))
+        way_us = self._setup.profile.decode_call.us(served.row.input_tokens, 0.0, self.pace)
+        here = partial(self.after, way_us, partial(done, length))
         if served.flow.there:
             here()
         else:

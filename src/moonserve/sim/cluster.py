@@ -41,7 +41,7 @@ from moonserve.core.schedule.facts import (
     PrefillEnded,
     StageEnded,
 )
-from moonserve.core.units import Micros, RequestId, SegmentId, Tokens
+from moonserve.core.units import BlockKey, Micros, RequestId, SegmentId, Tokens
 from moonserve.sim.call import Call
 from moonserve.sim.carrier import Carrier
 from moonserve.sim.clock import VirtualClock
@@ -86,7 +86,8 @@ class Simulation:
         self._facts: list[Fact] = [Joined(info) for info in infos]
         self._next_turns = next_turns(trace) if setup.keep_output else {}
         self._again = setup.first_token == "decode"
-        self._back_us = round(setup.profile.call_us / 2 + setup.profile.hand_over_us)
+        self._pace = 1.0
+        """How many times longer all work takes, for want of cores."""
         self._awake = False
         self._wakes_us: Micros | None = None
         self._open = 0
@@ -115,13 +116,35 @@ class Simulation:
         return True
 
     def _node(self, info: InstanceInfo, cost: Cost) -> Node:
-        return Node(info, cost, self.clock, self._progress, self._began, self.setup.ahead)
+        return Node(
+            info,
+            cost,
+            self.clock,
+            self._progress,
+            self._began,
+            self.setup.ahead,
+            self._wake_us if self.setup.profile.cold_after_us else lambda: 0,
+        )
 
     def _length_of(self, request: RequestId) -> Tokens:
         """The true output length of a request in tokens; only the oracle predictor asks for it."""
         return self._by_id[request].row.output_tokens
 
     # Time.
+
+    def _cold(self) -> float:
+        """How cold the machine is that all instances share; see Overhead.us."""
+        after_us = self.setup.profile.cold_after_us
+        if not after_us or any(node.computes for node in self._in_order):
+            return 0.0
+        ends = [node.ends[-1] for node in self._in_order if node.ends]
+        if not ends:
+            return 1.0
+        idle_us = self.clock.now_us - max(ends)
+        return idle_us / (idle_us + after_us)
+
+    def _wake_us(self) -> Micros:
+        return round(self.setup.profile.wake_us * self._cold())
 
     def _arrive(self) -> None:
         """Take all requests that arrive at this instant, and schedule the next arrival."""
@@ -140,8 +163,12 @@ class Simulation:
                 stopping=UNTOLD,
                 priority=row.priority,
                 tenant=row.tenant,
+                arrived_us=row.at_us,
             )
-            self._facts.append(Arrived(request, served.keys))
+            served.cold = self._cold()
+            arrived = partial(self._tell, [Arrived(request, served.keys)])
+            way_us = self.setup.profile.arrive.us(row.input_tokens, served.cold, self._pace)
+            self.carrier.after(way_us, arrived)
             self._coming = next(self._rows, None)
         if self._coming is not None:
             self.clock.at(self._coming.at_us, self._arrive)
@@ -167,7 +194,18 @@ class Simulation:
         for node in self._in_order:
             if node.stirred:
                 did |= node.settle()
+        if not did and self.setup.profile.cores:
+            self._share_cores()
         return did
+
+    def _share_cores(self) -> None:
+        """More instances compute than the machine has cores for: all of them are slower."""
+        busy = sum(node.computes for node in self._in_order)
+        pace = max(1.0, busy / self.setup.profile.cores)
+        if pace != self._pace:
+            self._pace = self.carrier.pace = pace
+            for node in self._in_order:
+                node.pace(pace)
 
     def _step(self) -> None:
         now_us = self.clock.now_us
@@ -231,6 +269,8 @@ class Simulation:
     def _prefill(self, served: Served, action: Prefill) -> None:
         decision, length = action.decision, action.decision.prompt_tokens
         served.was_placed(action, self._tails)
+        served.called_us = self.clock.now_us
+        served.call_us = self.setup.profile.call.us(length, served.cold, self._pace)
         nodes = [self.nodes[share.instance] for share in decision.shares]
         self._tails.update((node.name, served) for node in nodes)
         load = partial(self.carrier.load_prefix, served, nodes[0], decision)
@@ -243,6 +283,7 @@ class Simulation:
 
     def _decode(self, served: Served, action: Decode) -> None:
         node, decision = self.nodes[action.to.id], served.decision
+        served.decode_us = self.clock.now_us
         assert decision is not None
         # the Conductor may have held the call until now
         if not self._again and served.attempts == 1:
@@ -290,6 +331,8 @@ class Simulation:
                 served.generated = tokens
                 if self.setup.keep_output:
                     self._keep_output(node, served)
+                if self.setup.embedded_store:
+                    self._take_room(self.nodes[decision.prefill], served)
                 self._facts.append(DecodeEnded(served.id, call.number, tokens))
             return
         size, relay = self.trace.block_size, served.relay
@@ -304,7 +347,11 @@ class Simulation:
             over = partial(self._prefilled, served, node, call)
             if relay is not None and call is not relay.calls[-1]:
                 over = partial(self._staged, served, node, call)
-            over = partial(self.carrier.after, self._back_us, over)
+            new = call.known - call.cached
+            served.publish_us = self.setup.profile.publish.us(new, served.cold, self._pace)
+            served.computed_us = call.computed_us
+            back_us = served.call_us - served.call_us // 2 + served.publish_us
+            over = partial(self.carrier.after, back_us, over)
             if relay is not None:
                 relay.ended(call, over)
             else:
@@ -328,6 +375,15 @@ class Simulation:
         last = min(len(chain), (row.input_tokens + row.output_tokens) // size)
         if last > len(served.keys):
             self._facts += self.segments.store(node, chain, len(served.keys), last)
+
+    def _take_room(self, near: Node, served: Served) -> None:
+        """Take the room of the blocks that only this request has: of its output, and the partial
+        one at the end of its prompt."""
+        size, row = self.trace.block_size, served.row
+        full = row.input_tokens // size
+        count = (row.input_tokens + served.generated - 1) // size - full
+        names = [f"{served.id}/{at}" for at in range(count + bool(row.input_tokens % size))]
+        self._facts += self.segments.fill(near, [BlockKey(name.encode()) for name in names])
 
     def _prefilled(self, served: Served, node: Node, call: Call) -> None:
         if node.dead:

@@ -43,7 +43,9 @@ class Node:
         tell: Callable[[Node, Call, Progress], None],
         begin: Callable[[Node, Call], None],
         ahead: int,
+        wake_us: Callable[[], Micros] = lambda: 0,
     ) -> None:
+        """wake_us: returns how much longer a pass takes that begins now, see Profile.wake_us."""
         self.info = info
         self.name = str(info.id)
         self.cost = cost
@@ -51,6 +53,7 @@ class Node:
         self._tell = tell
         self._begin = begin
         self._ahead = ahead
+        self._wake_us = wake_us
         self._pool = BlockPool(info.kv_blocks)
         self._batch = Batch(
             self._pool,
@@ -75,6 +78,9 @@ class Node:
         """[passes to go, passes gone, requests, context tokens] of a run of equal passes."""
         self._turn_us: Micros = 0
         """When the last pass ended."""
+        self._end_us: Micros = 0
+        """When the current pass ends."""
+        self._pace = 1.0
         self.ends: array[int] = array("Q")
         """When each pass ended, from the first one on."""
         self.busy_us: Micros = 0
@@ -92,6 +98,11 @@ class Node:
     def running(self) -> int:
         """Calls that take part in passes."""
         return self._batch.running
+
+    @property
+    def computes(self) -> bool:
+        """Whether it is in a pass, or in a run of them."""
+        return self._pass is not None or self._steady is not None
 
     @property
     def preemptions(self) -> int:
@@ -169,14 +180,22 @@ class Node:
         call.part.whole = True
         if self._calls.get(call.request) is call and self._computes(call):
             end_us = self._clock.now_us + self.pass_us // call.part.pieces
-            self._plan += 1
-            ended = partial(self._ended, self._plan)
-            self._clock.at(max(self._turn_us + self.pass_us, end_us), ended)
+            self._end_at(max(self._turn_us + self.pass_us, end_us))
 
     def slow_down(self, factor: float) -> None:
         """From the next pass on, passes take `factor` times as long as on a healthy machine."""
         self._break_run()
         self.slow = factor
+
+    def pace(self, factor: float) -> None:
+        """From now on, passes take `factor` times as long as alone on the machine, and so does the
+        rest of the current one."""
+        self._break_run()
+        ratio = factor / self._pace
+        self._pace = factor
+        if self._pass is not None:
+            left_us = round((self._end_us - self._clock.now_us) * ratio)
+            self._end_at(self._clock.now_us + left_us)
 
     def kill(self) -> list[Call]:
         """Die: report nothing from now on. Returns the calls that were here."""
@@ -293,14 +312,20 @@ class Node:
         self, work: Pass | DecodeStep, elapsed_us: Micros, requests: Sequence[RequestId]
     ) -> None:
         """A pass begins at `_turn_us`, and perhaps with it some of these requests."""
+        elapsed_us += self._wake_us()
         self._pass = (work, elapsed_us)
         for request in requests:
             call = self._calls[request]
             if call.began_us is None:
                 call.began_us = self._turn_us
                 self._begin(self, call)
+        self._end_at(self._turn_us + elapsed_us)
+
+    def _end_at(self, us: Micros) -> None:
+        """The current pass ends then, and not when it was said before."""
+        self._end_us = us
         self._plan += 1
-        self._clock.at(self._turn_us + elapsed_us, partial(self._ended, self._plan))
+        self._clock.at(us, partial(self._ended, self._plan))
 
     def _ended(self, plan: int) -> None:
         if plan != self._plan or self._pass is None:
@@ -329,6 +354,7 @@ class Node:
             self._full = False
         for step in steps:
             call = self._calls[step.request]
+            call.computed_us += elapsed_us
             if step.token is not None:
                 self._gave((step.request,), number, 1)
             if step.finish is not None:
@@ -403,7 +429,7 @@ class Node:
         turn_us = self._turn_us
         base, per_seq, per_context = self.cost.step_us
         fixed = base + per_seq * seqs  # as Cost.decode_step_us adds
-        slow = self.slow
+        slow = self.slow * self._pace
         ends: list[Micros] = []
         for held in range(context, context + left * seqs, seqs):
             step_us = round(fixed + per_context * held)
@@ -441,4 +467,5 @@ class Node:
             assert begun
 
     def _took(self, us: Micros) -> Micros:
-        return us if self.slow == 1.0 else round(us * self.slow)
+        slow = self.slow * self._pace
+        return us if slow == 1.0 else round(us * slow)

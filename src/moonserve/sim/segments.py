@@ -11,6 +11,7 @@ from functools import lru_cache
 
 from moonserve.core.kv.facts import BlocksRemoved, BlocksStored
 from moonserve.core.schedule.facts import Fact
+from moonserve.core.store.words import Terms
 from moonserve.core.units import BlockKey, SegmentId, Tokens
 from moonserve.sim.cache import Cache
 from moonserve.sim.node import Node
@@ -23,15 +24,23 @@ class Segments:
 
     def __init__(self, setup: Setup, prefills: Sequence[Node], decodes: Sequence[Node]) -> None:
         blocks = setup.cache_blocks
+        self._setup = setup
         holders = [*prefills, *(decodes if setup.keep_output else ())]
         names = dict.fromkeys(node.name for node in holders)
         if setup.pooled:
             total = None if blocks is None else blocks * len(prefills)
             self._caches: dict[str, Cache[BlockKey]] = {POOL: Cache(total, setup.eviction)}
         else:
-            self._caches = {name: Cache(blocks, setup.eviction) for name in names}
+            self._caches = {name: self._empty() for name in names}
         self._pooled = setup.pooled
-        self._setup = setup
+
+    def _empty(self) -> Cache[BlockKey]:
+        """A segment without blocks."""
+        blocks, eviction = self._setup.cache_blocks, self._setup.eviction
+        if blocks is None or not self._setup.embedded_store:
+            return Cache(blocks, eviction)
+        terms = Terms()
+        return Cache(int(terms.high * blocks), eviction, int(terms.low * blocks))
 
     def _own(self, node: Node) -> str:
         return POOL if self._pooled else node.name
@@ -93,6 +102,14 @@ class Segments:
             facts.append(BlocksRemoved(segment, tuple(evicted), "dram", node.info.epoch))
         return facts
 
+    def fill(self, node: Node, keys: Sequence[BlockKey]) -> list[Fact]:
+        """Take room for blocks that no other request will look for; node: see `store`."""
+        return [
+            fact
+            for fact in self.store(node, keys, 0, len(keys))
+            if not isinstance(fact, BlocksStored)
+        ]
+
     def held(self, segment: SegmentId, keys: Sequence[BlockKey]) -> int:
         """How many leading keys of these a segment has."""
         return self._caches[segment].run(keys)
@@ -104,7 +121,7 @@ class Segments:
     def clear(self, node: Node) -> None:
         """Forget what the node's segment held: the node lost its memory."""
         if not self._pooled and node.name in self._caches:
-            self._caches[node.name] = Cache(self._setup.cache_blocks, self._setup.eviction)
+            self._caches[node.name] = self._empty()
 
 
 def full_keys(row: Row, size: Tokens) -> tuple[BlockKey, ...]:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 import msgspec
 
 from moonserve.core.schedule.actions import Candidate, Decision, Prefill, Spread
+from moonserve.core.schedule.record import PrefillTimes, StageTimes, between
 from moonserve.core.units import BlockKey, Micros, RequestId, Tokens
 from moonserve.sim.call import Call
 from moonserve.sim.cpp import Relay
@@ -58,6 +59,20 @@ class Served(msgspec.Struct, eq=False):
     """The candidates of that decision, likewise."""
     spread: Spread | None = None
     """The copy of its prefix that its placement called for."""
+    cold: float = 0.0
+    """How cold the machine was when it arrived; see Overhead.us."""
+    called_us: Micros | None = None
+    """When its last prefill call went out."""
+    call_us: Micros = 0
+    """How long that call was on its way, there and back."""
+    load_us: Micros = 0
+    """How long the KV that it reused took to come."""
+    publish_us: Micros = 0
+    """From its last pass until its KV was published."""
+    computed_us: Micros = 0
+    """How long the passes took that prefilled it."""
+    decode_us: Micros | None = None
+    """When its last decode call went out."""
     flow: Flow | None = None
     relay: Relay | None = None
     """The group of its last prefill, if a group does it."""
@@ -82,6 +97,31 @@ class Served(msgspec.Struct, eq=False):
         """A prefill call is over: count its engine time, once."""
         self.prefill_us += call.busy_us
         call.busy_us = 0
+
+    def stages(self) -> StageTimes:
+        """How long each stage took, as a gateway records it."""
+        first_us = first_of_decode_us(self)
+        prefill_us = between(self.called_us, self.prefilled_us)
+        return StageTimes(
+            waited_us=None if self.decision is None else self.decision.waited_us,
+            prefill_us=prefill_us,
+            parts=None if prefill_us is None else self._parts(prefill_us),
+            handover_us=between(self.decode_us, first_us),
+            decode_us=between(first_us, self.ended_us),
+            total_us=between(self.arrived_us, self.ended_us),
+        )
+
+    def _parts(self, prefill_us: Micros) -> PrefillTimes | None:
+        """None: several instances shared it."""
+        if self.relay is not None:
+            return None
+        known_us = self.call_us + self.load_us + self.computed_us + self.publish_us
+        return PrefillTimes(
+            queue_us=prefill_us - known_us,
+            load_us=self.load_us,
+            compute_us=self.computed_us,
+            publish_us=self.publish_us,
+        )
 
     @property
     def judged(self) -> Decision | None:

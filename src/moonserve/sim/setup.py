@@ -70,6 +70,9 @@ class Setup(msgspec.Struct, frozen=True):
     one_copy: bool = False
     """Each block is in one segment only, as in the embedded store: a block that one segment holds
     is neither stored again nor copied, and every instance finds it there."""
+    embedded_store: bool = False
+    """Segments are filled and emptied as in the embedded store: the last, partial block of a prompt
+    and the blocks of its output take room as well, and a full segment evicts several at a time."""
     keep_output: bool = False
     """Whether decode instances keep the KV of their output, for the next turn."""
     prefill_seqs: int = 1

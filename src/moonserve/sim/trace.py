@@ -228,7 +228,7 @@ def _read(path: Path, block_size: Tokens) -> tuple[Tokens, Iterator[Row | Fault]
             what = f"{block_size} is not what the rows say: {size}; leave --block-size out"
             raise ConfigError(what, "block_size")
         rows = _json_rows(whole, size)
-        if _is_recording(path):
+        if is_recording(path):
             rows = by_arrival(rows)
         return size, checked(rows, _MOONCAKE, size)
     header = [name.strip() for name in first.split(",")]
@@ -244,7 +244,8 @@ def _read(path: Path, block_size: Tokens) -> tuple[Tokens, Iterator[Row | Fault]
     )
 
 
-def _is_recording(path: Path) -> bool:
+def is_recording(path: Path) -> bool:
+    """Whether it is a recording of a gateway, or one of its files."""
     return path.is_dir() or path.name.endswith(_RECORDED)
 
 

@@ -55,6 +55,15 @@ class Stages(msgspec.Struct, frozen=True):
     decode_ms: float | None
     total_ms: float | None
 
+    @property
+    def call_ms(self) -> float | None:
+        """How long the prefill call was on its way; None: its instance reported no parts."""
+        parts = (self.queue_ms, self.load_ms, self.compute_ms, self.publish_ms)
+        known = [part for part in parts if part is not None]
+        if self.prefill_ms is None or len(known) < len(parts):
+            return None
+        return self.prefill_ms - sum(known)
+
 
 class Explanation(msgspec.Struct, kw_only=True):
     """What is known of a request's placement; None: does not apply, or is not known yet."""

@@ -11,7 +11,22 @@ import msgspec
 
 from moonserve.core.errors import UNREADABLE, ConfigError
 from moonserve.core.schedule.cost import Cost
-from moonserve.core.units import Bytes, Tokens
+from moonserve.core.units import Bytes, Micros, Tokens
+
+
+class Overhead(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a stage of a request takes beside passes and links, in microseconds."""
+
+    base_us: float = 0.0
+    token_us: float = 0.0
+    """For each token that the stage handles."""
+    cold_us: float = 0.0
+    """How much longer it takes at most, if the machine was idle; see Profile.cold_after_us."""
+
+    def us(self, tokens: Tokens, cold: float, pace: float = 1.0) -> Micros:
+        """For so many tokens. cold: from 0, a machine at work, to 1, one that was idle for long.
+        pace: how many times longer everything takes, for want of cores."""
+        return round(pace * (self.base_us + self.token_us * tokens + self.cold_us * cold))
 
 
 class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -29,10 +44,26 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """KV that one decode instance holds."""
     load_base_us: float = 0.0
     """What a KV transfer takes beside its bytes."""
-    call_us: float = 0.0
-    """What a call takes on its way to an instance and back: HTTP, parsing, the gateway's work."""
-    hand_over_us: float = 0.0
-    """From the end of a prefill's last pass until its KV is in the store, and its token out."""
+    arrive: Overhead = Overhead()
+    """From a request's arrival at the gateway until the Conductor has it. Tokens: of the prompt."""
+    call: Overhead = Overhead()
+    """The way of a prefill call to its instance and back. Tokens: of the prompt."""
+    turn: Overhead = Overhead()
+    """At its instance, beside the passes of others. Tokens: of the prompt."""
+    own_load: Overhead = Overhead()
+    """Loading KV from the instance's own segment. Tokens: those that are loaded."""
+    publish: Overhead = Overhead()
+    """From the end of a prefill's last pass until its KV is in the store. Tokens: computed ones."""
+    decode_call: Overhead = Overhead()
+    """From a decode call until its KV begins to move, and its token's way back. Tokens: of the
+    prompt."""
+    wake_us: float = 0.0
+    """How much longer a pass takes at most, if the machine was idle before it."""
+    cold_after_us: float = 0.0
+    """A machine that was idle for this long is half as cold as it ever gets; 0: it never is."""
+    cores: float = 0.0
+    """How many instances can compute at a time at full speed, if all are on one machine: more take
+    turns. 0: each has cores of its own."""
     layers: int = 0
     """Of the model; 0: it is not split over instances, see core.pipeline."""
 
@@ -40,6 +71,9 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """A cost model that starts from these coefficients."""
         return Cost(self.pass_us, (self.load_base_us, 1e6 / self.link_bytes_per_s), learns=learns)
 
+
+OVERHEADS = ("arrive", "call", "turn", "own_load", "publish", "decode_call")
+"""The fields of a Profile that are an Overhead, in the order of a request's stages."""
 
 _A800_PREFILL = (67_900.0, 109.55, 7.413e-4, 2.5645)
 _LLAMA_70B_KV: Bytes = 327_680
@@ -99,8 +133,10 @@ def profile_from_json(text: bytes, where: str) -> Profile:
         ("kv_tokens", profile.kv_tokens - 1),
         ("link_bytes_per_s", profile.link_bytes_per_s - 1),
         ("load_base_us", profile.load_base_us),
-        ("call_us", profile.call_us),
-        ("hand_over_us", profile.hand_over_us),
+        *((field, min(msgspec.structs.astuple(getattr(profile, field)))) for field in OVERHEADS),
+        ("wake_us", profile.wake_us),
+        ("cold_after_us", profile.cold_after_us),
+        ("cores", profile.cores),
         ("layers", profile.layers),
     ):
         if not value >= 0:

@@ -148,13 +148,14 @@ class Record(msgspec.Struct, eq=False):
             decode_began_us = None if handover_us is None else self.decode_us + handover_us
         return StageTimes(
             waited_us=None if self.decision is None else self.decision.waited_us,
-            prefill_us=_between(self.prefill_us, self.prefilled_us),
+            prefill_us=between(self.prefill_us, self.prefilled_us),
             parts=measured.prefill,
             handover_us=measured.handover_us,
-            decode_us=_between(decode_began_us, ended_us),
-            total_us=_between(self.arrived_us, ended_us),
+            decode_us=between(decode_began_us, ended_us),
+            total_us=between(self.arrived_us, ended_us),
         )
 
 
-def _between(began_us: Micros | None, ended_us: Micros | None) -> Micros | None:
+def between(began_us: Micros | None, ended_us: Micros | None) -> Micros | None:
+    """The time from one to the other; None: one of them is not known."""
     return None if began_us is None or ended_us is None else ended_us - began_us

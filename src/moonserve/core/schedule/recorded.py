@@ -1,6 +1,7 @@
-"""One row of a recording: a row of a Mooncake trace, with all that is known of the request.
+"""What a recording has: rows of a Mooncake trace, with all that is known of each request, and the
+cluster that served them.
 
-`live.record` writes rows. The simulator reads the first part of each (sim.trace), and anybody may
+`live.record` writes both. The simulator reads the first part of each (sim.trace), and anybody may
 read the rest: it is what `explain` shows. A row has no text and no token ids. Its block ids are
 hashes of the blocks' keys with a secret, so that nobody can find a prompt by guessing it.
 """
@@ -8,14 +9,59 @@ hashes of the blocks' keys with a secret, so that nobody can find a prompt by gu
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+
+import msgspec
 
 from moonserve.core.schedule.explain import Explanation
+from moonserve.core.schedule.facts import Connector, InstanceInfo, Role
 from moonserve.core.schedule.record import Record
 from moonserve.core.schedule.shown import explained
-from moonserve.core.units import BlockKey, Micros, Tokens
+from moonserve.core.schedule.tuning import Tuning
+from moonserve.core.units import BlockKey, Bytes, InstanceId, Micros, Tokens
 
+CLUSTER_FILE = "cluster.json"
+"""The file of a recording that has the cluster."""
 _ID_BYTES = 8
+
+
+class RecordedInstance(msgspec.Struct, frozen=True):
+    """What a simulation needs to know of an instance; the fields are those of InstanceInfo."""
+
+    id: InstanceId
+    role: Role
+    connector: Connector
+    block_size: Tokens
+    block_bytes: Bytes
+    kv_blocks: int
+    max_seqs: int
+    chunk_tokens: Tokens
+    segment_bytes: Bytes
+    layers: int
+
+    @staticmethod
+    def of(info: InstanceInfo) -> RecordedInstance:
+        """The part of an instance's own report that is recorded: no addresses."""
+        names = (name for name in RecordedInstance.__struct_fields__ if name != "block_size")
+        return RecordedInstance(
+            block_size=info.namespace.block_size, **{name: getattr(info, name) for name in names}
+        )
+
+
+class RecordedCluster(msgspec.Struct, frozen=True):
+    """The cluster that served recorded requests, as it was when it could last serve."""
+
+    instances: list[RecordedInstance]
+    tuning: Tuning
+
+
+def cluster_of(infos: Iterable[InstanceInfo], tuning: Tuning) -> RecordedCluster | None:
+    """What is recorded of a cluster; None: it cannot serve, for want of one role."""
+    instances = [RecordedInstance.of(info) for info in infos]
+    roles = {it.role for it in instances}
+    if "both" in roles or {"prefill", "decode"} <= roles:
+        return RecordedCluster(instances, tuning)
+    return None
 
 
 class RecordedRequest(Explanation, kw_only=True):

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import msgspec
 
 from moonserve.core.schedule.explain import Explanation, Stages, explanation, why, why_spread
-from moonserve.core.schedule.record import Record
+from moonserve.core.schedule.record import Record, StageTimes
 from moonserve.core.units import InstanceId, Micros, Tokens
 
 _PER_MS = 1_000
@@ -55,7 +55,7 @@ def explained(record: Record, clock_ms: Callable[[Micros], int]) -> Explanation:
     explained.ttft_slo_ms = _ms(record.slo.ttft_us)
     explained.tbt_slo_ms = _ms(record.slo.tbt_us)
     explained.in_time = record.is_good
-    explained.stages = _stages(record)
+    explained.stages = in_ms(record.stages())
     explained.actual_ttft_ms = _ms(record.ttft_us)
     explained.actual_tbt_ms = _ms(measured.tbt_us)
     explained.actual_cached_tokens = measured.cached_tokens
@@ -88,8 +88,9 @@ def listed(record: Record, clock_ms: Callable[[Micros], int]) -> ListedRequest:
     )
 
 
-def _stages(record: Record) -> Stages:
-    times, parts = record.stages(), record.measured.prefill
+def in_ms(times: StageTimes) -> Stages:
+    """The stages of a request in milliseconds."""
+    parts = times.parts
     return Stages(
         waited_ms=_ms(times.waited_us),
         queue_ms=None if parts is None else _ms(parts.queue_us),

@@ -40,7 +40,7 @@ from moonserve.page import path_of
 DECISIONS_PREFIX = "/api/decisions/"
 _SHOWN = (
     *("id", "role", "url", "model", "epoch", "kv_blocks", "block_bytes", "max_seqs"),
-    *("chunk_tokens", "layers", "segment", "rack"),
+    *("chunk_tokens", "layers", "segment", "segment_bytes", "rack", "connector"),
 )
 """Fields of an InstanceInfo that are shown as they are."""
 

@@ -15,6 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from moonserve.core.errors import ConfigError
+from moonserve.core.schedule.recorded import CLUSTER_FILE
 from moonserve.core.units import Bytes
 
 SUFFIX = ".jsonl.gz"
@@ -83,6 +84,13 @@ class RecordingFiles:
             raise
         self._size += len(member)
         self.written_bytes += len(member)
+
+    def put_cluster(self, text: bytes) -> None:
+        """Replace what the recording says of the cluster. Raises OSError."""
+        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        new = self.folder / f".{os.getpid()}.cluster"
+        new.write_bytes(text)
+        new.replace(self.folder / CLUSTER_FILE)
 
     def close(self) -> None:
         """The next rows go to another file."""

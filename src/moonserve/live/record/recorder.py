@@ -21,7 +21,7 @@ from prometheus_client.registry import Collector
 
 from moonserve.core.errors import BadRequest
 from moonserve.core.schedule.record import Record
-from moonserve.core.schedule.recorded import recorded
+from moonserve.core.schedule.recorded import RecordedCluster, cluster_of, recorded
 from moonserve.core.units import BlockKey, Bytes, Micros, Tokens
 from moonserve.live.clock import since_1970_us, wall_ms
 from moonserve.live.control.loop import ConductorLoop
@@ -39,6 +39,7 @@ _BATCH = 512
 _PAUSE_S = 1.0
 """How long rows wait for others, so that they are compressed together."""
 _STOP_S = 5.0
+_LOOK_US: Micros = 1_000_000
 _LEAST_BLOCK: Tokens = 32
 """Blocks of a recording are at least so long: of shorter ones a long prompt has thousands."""
 _FIRST_GUESS: Tokens = 128
@@ -86,6 +87,12 @@ class Recorder(ProcessPart):
         self._dropped = 0
         self._failure = ""
         self._guess = _OutputGuess()
+        self._cluster: RecordedCluster | None = None
+        """As it was last when it could serve."""
+        self._looks_us: Micros = 0
+        """When to look at it again."""
+        self._put: RecordedCluster | None = None
+        """The one that is on disk."""
         self._key_tokens: Tokens = 0
         """How many tokens a key stands for; 0: no instance has ever joined."""
         conductor.watch_ended(self._take)
@@ -128,11 +135,20 @@ class Recorder(ProcessPart):
             self._dropped += 1  # nothing could be served yet
             return
         keys = record.keys if record.prompt_tokens // size == len(record.keys) else ()
-        since_us = since_1970_us(self._conductor.now_us())
+        now_us = self._conductor.now_us()
+        if now_us >= self._looks_us:
+            self._look(now_us)
+        since_us = since_1970_us(now_us)
         self._waiting.append(_Waiting(record, keys, since_us))
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name="recorder", daemon=True)
             self._thread.start()
+
+    def _look(self, now_us: Micros) -> None:
+        """Remember the cluster, if it can serve."""
+        self._looks_us = now_us + _LOOK_US
+        infos = (view.info for view in self._conductor.views().values())
+        self._cluster = cluster_of(infos, self._conductor.tuning) or self._cluster
 
     def _find_key_tokens(self) -> Tokens:
         """The block size of the first instance that joined. All rows of one process have the same,
@@ -157,7 +173,11 @@ class Recorder(ProcessPart):
         assert self._files is not None, "nothing waits where there is no folder"
         encode = msgspec.json.Encoder().encode
         lines = b"".join(encode(self._row(it)) + b"\n" for it in batch)
+        cluster = self._cluster
         try:
+            if cluster is not None and cluster != self._put:
+                self._files.put_cluster(encode(cluster))
+                self._put = cluster
             self._files.append(lines)
         except OSError as error:
             why = error.strerror or str(error)

@@ -1,0 +1,471 @@
+"""What instances cost, fitted from the stages of recorded requests: a Profile.
+
+`moonserve simulate` of a recording and `moonserve replay --profile-out` use it. Each stage has its
+own line, fitted from that stage's recorded times alone; no figure is scaled so that a total comes
+out right. It reads neither the prompts nor a clock.
+
+What happened at the same time is reconstructed from the rows: when each instance prefilled and
+decoded, and for how many requests. A machine that was idle is slow at first (its cores slept, and
+others had its caches), so the time since the last pass of any instance is a term too.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import TypeAlias, TypeVar
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from moonserve.core.errors import ConfigError
+from moonserve.core.schedule.cost import LAPTOP_PASS, LinearFit, prefill_features
+from moonserve.core.schedule.explain import Explanation, Stages
+from moonserve.core.schedule.profiles import Overhead, Profile
+from moonserve.core.schedule.recorded import RecordedCluster, RecordedInstance
+from moonserve.core.units import InstanceId, Tokens
+
+Times = NDArray[np.float64]
+Number = TypeVar("Number", float, Times)
+Span: TypeAlias = tuple[float, float]
+SpanT = TypeVar("SpanT", bound=tuple[float, ...])
+
+LEAST_ROWS = 8
+"""Served requests that a fit needs."""
+_MOST_ROWS = 2_000
+"""Requests that a fit reads, the last ones: more take long and change nothing."""
+_ALONE = 0.02
+"""A request met nobody at its instance if others shared less of its time than this."""
+_COLD_AFTER_US = (0.0, 250e3, 500e3, 1e6, 2e6, 4e6, 8e6)
+"""Values of Profile.cold_after_us that are tried."""
+_BETTER = 0.9
+"""A machine gets cold, or has few cores, if that makes passes' squared errors so much smaller."""
+_MOST_ON_ONE = 16
+"""Of more instances it is not asked whether they share the cores of one machine."""
+_STEP_SCALES = (1.0, 10.0, 1e3)
+_ROUNDS = 3
+"""The length of a step decides how many there were, and the other way round."""
+_LONG_US = 1e12
+_OVERHEAD = (5_000.0, 5.0, 5_000.0)
+_PREFILL = (*LAPTOP_PASS[:4], 50_000.0)
+"""What is expected before anything is read: base, token, cold; of prefills also past and cold."""
+
+
+class _Load:
+    """What one instance had to do at each time: how many requests, and how many tokens of them."""
+
+    def __init__(self, spans: Iterable[tuple[float, float, float]]) -> None:
+        """(begin, end, tokens) of each request, in any order."""
+        edges = sorted(
+            edge
+            for begin, end, tokens in spans
+            for edge in ((begin, 1, tokens), (end, -1, -tokens))
+        )
+        self._at = np.array([at for at, _, _ in edges])
+        self._seqs = np.cumsum([seqs for _, seqs, _ in edges])[:-1]
+        self._tokens = np.cumsum([tokens for _, _, tokens in edges])[:-1]
+        self.weigh(lambda seqs, tokens: np.ones(len(seqs)))
+
+    def weigh(self, step_us: Callable[[Times, Times], Times]) -> None:
+        """Take means over steps, which last so long for so many requests and tokens."""
+        steps = np.diff(self._at) / step_us(self._seqs, self._tokens)
+        parts = (steps, steps * self._seqs, steps * self._tokens)
+        self._sums = [np.concatenate(([0.0], np.cumsum(part))) for part in parts]
+
+    def between(self, begin: float, end: float) -> tuple[float, float, float]:
+        """How many steps there were, and the sums over them of requests and of tokens."""
+        steps, seqs, tokens = (
+            float(np.diff(np.interp((begin, end), self._at, sums))[0]) for sums in self._sums
+        )
+        return steps, seqs, tokens
+
+
+class _Line:
+    """A linear form that is fitted to samples; it gives back the sum of them all."""
+
+    def __init__(self, prior: Sequence[float], scales: Sequence[float]) -> None:
+        doubt = (10.0,) * len(prior)
+        self._fit = LinearFit(prior, scales, doubt, decay=1.0, trust=math.inf)
+        self._samples: list[tuple[Sequence[float], float]] = []
+
+    def add(self, features: Sequence[float], took_us: float) -> None:
+        """One sample; times of zero or below are measuring faults, and count for nothing."""
+        if took_us > 0:
+            self._fit.observe(features, took_us)
+            self._samples.append((features, took_us))
+
+    @property
+    def count(self) -> int:
+        """How many samples it has."""
+        return len(self._samples)
+
+    @property
+    def coefficients(self) -> tuple[float, ...]:
+        """One for each feature."""
+        return self._fit.balanced()
+
+    @property
+    def error(self) -> float:
+        """The sum of the squares of the samples' errors, each as a share of what is predicted."""
+        if not self._samples:
+            return 0.0
+        predicted = np.array([it for it, _ in self._samples]) @ np.array(self.coefficients)
+        took_us = np.array([it for _, it in self._samples])
+        return float((((took_us - predicted) / predicted) ** 2).sum())
+
+
+class _Served(msgspec.Struct, frozen=True):
+    """One recorded request: when its stages began and ended, in microseconds since 1970."""
+
+    row: Explanation
+    stages: Stages
+    arrived_us: float
+    called_us: float
+    """When its prefill call went out."""
+    prefilled_us: float
+    """When that call ended."""
+    computed_us: tuple[float, float]
+    """When its prompt was computed, about."""
+    decoded_us: tuple[float, float] | None
+    """When it was in decode passes, about; None: it was in none."""
+    gaps: int
+    """Tokens after the first one of decode."""
+
+    @staticmethod
+    def of(row: Explanation, connector: str) -> _Served | None:
+        """None: it was not served, or not all of it was measured."""
+        stages = row.stages
+        if row.in_time is None or stages is None or row.arrived_ms is None:
+            return None
+        if stages.waited_ms is None or stages.prefill_ms is None or stages.total_ms is None:
+            return None
+        arrived_us = 1e3 * row.arrived_ms
+        called_us = arrived_us + 1e3 * stages.waited_ms
+        prefilled_us = called_us + 1e3 * stages.prefill_ms
+        end_us = prefilled_us - 1e3 * ((stages.publish_ms or 0.0) + (stages.call_ms or 0.0) / 2)
+        compute_ms = stages.prefill_ms if stages.compute_ms is None else stages.compute_ms
+        gaps = max(0, (row.output_tokens or 0) - (2 if connector == "embedded" else 1))
+        decoded = None
+        if stages.handover_ms is not None and stages.decode_ms is not None and gaps:
+            last_us = arrived_us + 1e3 * stages.total_ms
+            step_us = 1e3 * stages.decode_ms / gaps
+            decoded = (last_us - 1e3 * stages.decode_ms - step_us, last_us)
+        return _Served(
+            row,
+            stages,
+            arrived_us,
+            called_us,
+            prefilled_us,
+            (end_us - 1e3 * compute_ms, end_us),
+            decoded,
+            gaps,
+        )
+
+    @property
+    def prompt(self) -> Tokens:
+        """Tokens of its prompt."""
+        return self.row.prompt_tokens or 0
+
+    @property
+    def cached(self) -> Tokens:
+        """Those that its prefill loaded."""
+        return self.row.actual_cached_tokens or 0
+
+
+def fit_profile(name: str, cluster: RecordedCluster, rows: Iterable[Explanation]) -> Profile:
+    """The profile of the instances that served these rows.
+
+    Raises ConfigError: too few of them were served.
+    """
+    instances = {it.id: it for it in cluster.instances}
+    connector = cluster.instances[0].connector if cluster.instances else "embedded"
+    found = [one for row in rows if (one := _Served.of(row, connector)) is not None]
+    served = [one for one in found if one.row.prefill in instances and one.row.decode in instances]
+    if len(served) < LEAST_ROWS:
+        what = f"has {len(served)} requests served by these instances; a fit needs {LEAST_ROWS}"
+        raise ConfigError(what, name)
+    served.sort(key=lambda one: one.arrived_us)
+    return _Fit(served[-_MOST_ROWS:], instances).profile(name)
+
+
+class _Fit:
+    """One fit; see the module."""
+
+    def __init__(
+        self, served: Sequence[_Served], instances: Mapping[InstanceId, RecordedInstance]
+    ) -> None:
+        self._served = served
+        self._instances = instances
+        self._cores = 0.0
+        self._cold_after_us = 0.0
+        self._chunk = min(it.chunk_tokens for it in instances.values() if it.role != "decode")
+        self._activity = _Activity(served)
+        self._idle_us = np.array([self._activity.idle_us(one.arrived_us) for one in served])
+        prefills = _loads(_spans(served, lambda it: it.row.prefill, _called))
+        self._decodes = _loads(_spans(served, lambda it: it.row.decode, _decoding))
+        self._is_apart = [_is_apart(one, prefills, self._chunk) for one in served]
+        if sum(self._is_apart) < LEAST_ROWS:
+            self._is_apart = [True] * len(served)
+        self._cold_after_us = self._best_cold()
+        self._cores = self._best_cores()
+        self._cold_after_us = self._best_cold()
+        *self._prefill, self._wake = self._prefills().coefficients
+        self._step = self._steps().coefficients
+
+    def profile(self, name: str) -> Profile:
+        """All of it."""
+        decodes = [it for it in self._instances.values() if it.role != "prefill"]
+        one = decodes[0]
+        token_bytes = one.block_bytes // one.block_size
+        own_load = self._line(lambda it: it.cached, lambda it: it.stages.load_ms, self._loads)
+        idle = [one for one in self._served if self._finds_idle(one)]
+        joins = self._finds_idle if len(idle) >= LEAST_ROWS else self._decoded
+        take = self._line(lambda it: it.prompt, self._taken_ms, joins, _handed_over, cold=False)
+        apart = one.role == "decode"
+        per_token_us = take.token_us if apart else own_load.token_us
+        load_us = min(own_load.base_us, take.base_us) if apart else own_load.base_us
+        return Profile(
+            name=name,
+            source=f"fitted from {len(self._served):,} recorded requests",
+            pass_us=msgspec.convert(
+                (*self._prefill, *self._step),
+                tuple[float, float, float, float, float, float, float],
+            ),
+            kv_bytes_per_token=token_bytes,
+            link_bytes_per_s=1e6 * token_bytes / max(1e-6, per_token_us),
+            kv_tokens=min(it.kv_blocks * it.block_size for it in decodes),
+            load_base_us=load_us,
+            arrive=self._line(lambda it: it.prompt, lambda it: it.stages.waited_ms),
+            call=self._line(lambda it: it.prompt, lambda it: it.stages.call_ms),
+            turn=self._line(lambda it: it.prompt, lambda it: it.stages.queue_ms),
+            own_load=own_load,
+            publish=self._line(_computed, lambda it: it.stages.publish_ms),
+            decode_call=Overhead(take.base_us - load_us if apart else take.base_us),
+            wake_us=self._wake,
+            cold_after_us=self._cold_after_us,
+            cores=self._cores,
+            layers=one.layers,
+        )
+
+    def _cold(self) -> Times:
+        """How cold the machine was at each arrival, from 0 to 1."""
+        if not self._cold_after_us:
+            return np.zeros(len(self._served))
+        return self._idle_us / (self._idle_us + self._cold_after_us)
+
+    # Passes.
+
+    def _best_cold(self) -> float:
+        """The idle time that makes the machine half as cold as it gets; 0: none explains passes."""
+        errors: dict[float, float] = {}
+        for self._cold_after_us in _COLD_AFTER_US:
+            errors[self._cold_after_us] = self._prefills().error
+        return _best(errors)
+
+    def _best_cores(self) -> float:
+        """How many instances compute at full speed at a time; 0: as many as there are."""
+        count = len(self._instances)
+        tried = np.arange(1.0, count, 0.25) if count <= _MOST_ON_ONE else ()
+        errors: dict[float, float] = {}
+        for self._cores in (0.0, *map(float, tried)):
+            errors[self._cores] = self._prefills().error + self._steps().error
+        return _best(errors)
+
+    def _prefills(self) -> _Line:
+        """Passes, computed tokens, their squares, tokens before them, and the cold, of prefills."""
+        prior = _PREFILL if self._cold_after_us else (*_PREFILL[:4], 0.0)
+        line = _Line(prior, (1.0, 1e3, 1e6, 1e3, 1.0))
+        slowed = self._activity.slowed(self._cores)
+        for one, apart, cold in zip(self._served, self._is_apart, self._cold(), strict=True):
+            took_us = one.computed_us[1] - one.computed_us[0]
+            if apart and took_us > 0 and one.prompt > one.cached:
+                features = prefill_features(one.prompt, one.cached, self._chunk)
+                line.add((*features, float(cold)), took_us / slowed(*one.computed_us))
+        return line
+
+    def _steps(self) -> _Line:
+        """Base, requests and context of decode steps, from the means over each request's steps."""
+        slowed = self._activity.slowed(self._cores)
+        step: tuple[float, ...] = LAPTOP_PASS[4:]
+        line = _Line(step, _STEP_SCALES)
+        for _ in range(_ROUNDS):
+            for load in self._decodes.values():
+                load.weigh(partial(_step_us, step))
+            line = _Line(LAPTOP_PASS[4:], _STEP_SCALES)
+            for one in self._served:
+                if one.decoded_us is not None:
+                    last_us = one.decoded_us[1]
+                    decode_us = 1e3 * (one.stages.decode_ms or 0.0)
+                    steps = (last_us - decode_us, last_us)
+                    seqs, context = self._beside(one.row.decode, *steps)
+                    features = (one.gaps, one.gaps * seqs, one.gaps * context)
+                    line.add(features, decode_us / slowed(*steps))
+            step = line.coefficients
+        return line
+
+    def _beside(self, instance: InstanceId | None, begin: float, end: float) -> tuple[float, float]:
+        """How many requests decoded there in this time, and how many tokens they had."""
+        assert instance is not None
+        steps, seqs, context = self._decodes[instance].between(begin, end)
+        return (seqs / steps, context / steps) if steps else (0.0, 0.0)
+
+    # Other stages.
+
+    def _loads(self, one: _Served) -> bool:
+        return one.cached > 0
+
+    def _decoded(self, one: _Served) -> bool:
+        return one.decoded_us is not None
+
+    def _finds_idle(self, one: _Served) -> bool:
+        """Whether no other request decoded at its instance when its first step began."""
+        return one.decoded_us is not None and self._found(one)[0] < _ALONE
+
+    def _found(self, one: _Served) -> tuple[float, float]:
+        """How many requests decoded there then, and how many tokens they had."""
+        assert one.decoded_us is not None
+        first_us = one.decoded_us[0]
+        return self._beside(one.row.decode, first_us - 2e3, first_us - 1e3)
+
+    def _taken_ms(self, one: _Served) -> float | None:
+        """Its hand-over without its own first step, on a machine that may be cold, and without the
+        rest of the step that it finds, which is half of one in the mean."""
+        if one.stages.handover_ms is None or one.decoded_us is None:
+            return None
+        seqs, context = self._found(one)
+        pace = self._activity.slowed(self._cores)(*_handed_over(one))
+        step_us = pace * _step_us(self._step, seqs + 1, context + one.prompt)
+        rest_us = pace * _step_us(self._step, seqs, context) / 2 if seqs > 0.5 else 0.0
+        idle_us = self._activity.idle_us(one.decoded_us[0])
+        wake_us = self._wake * idle_us / (idle_us + self._cold_after_us) if self._wake else 0.0
+        return one.stages.handover_ms - (step_us + rest_us + wake_us) / 1e3
+
+    def _line(
+        self,
+        tokens: Callable[[_Served], Tokens],
+        took_ms: Callable[[_Served], float | None],
+        only: Callable[[_Served], bool] = lambda one: True,
+        when: Callable[[_Served], Span] = lambda one: (one.arrived_us, one.prefilled_us),
+        cold: bool = True,
+    ) -> Overhead:
+        """One stage, of the requests that met no other prefill at their instance; when: the time
+        that it took, with others' work on the same cores."""
+        is_cold = cold and self._cold_after_us > 0
+        slowed = self._activity.slowed(self._cores)
+        line = _Line(_OVERHEAD if is_cold else (*_OVERHEAD[:2], 0.0), (1.0, 1e3, 1.0))
+        for one, apart, how_cold in zip(self._served, self._is_apart, self._cold(), strict=True):
+            took = took_ms(one)
+            if apart and only(one) and took is not None:
+                took_us = 1e3 * took / slowed(*when(one))
+                line.add((1.0, tokens(one), float(how_cold)), took_us)
+        return Overhead(*line.coefficients) if line.count >= LEAST_ROWS else Overhead()
+
+
+def _best(errors: Mapping[float, float]) -> float:
+    """The value with the least error; 0 if that explains little."""
+    best = min(errors, key=lambda value: errors[value])
+    return best if errors[best] < _BETTER * errors[0.0] else 0.0
+
+
+def _computed(one: _Served) -> Tokens:
+    return one.prompt - one.cached
+
+
+def _handed_over(one: _Served) -> Span:
+    """From its decode call to its first token."""
+    first_us = one.arrived_us + 1e3 * ((one.stages.total_ms or 0.0) - (one.stages.decode_ms or 0.0))
+    return first_us - 1e3 * (one.stages.handover_ms or 0.0), first_us
+
+
+def _called(one: _Served) -> tuple[float, float, float]:
+    return (one.called_us, one.prefilled_us, 0.0)
+
+
+def _decoding(one: _Served) -> tuple[float, float, float] | None:
+    """With the mean over its steps of its known tokens."""
+    if one.decoded_us is None:
+        return None
+    return (*one.decoded_us, one.prompt + (one.row.output_tokens or 0) / 2)
+
+
+def _loads(spans: Mapping[InstanceId, list[tuple[float, float, float]]]) -> dict[InstanceId, _Load]:
+    return {where: _Load(them) for where, them in spans.items()}
+
+
+def _spans(
+    served: Sequence[_Served],
+    instance: Callable[[_Served], InstanceId | None],
+    span: Callable[[_Served], SpanT | None],
+) -> dict[InstanceId, list[SpanT]]:
+    """When each instance had something to do."""
+    spans: dict[InstanceId, list[SpanT]] = {}
+    for one in served:
+        where, found = instance(one), span(one)
+        if where is not None and found is not None:
+            spans.setdefault(where, []).append(found)
+    return spans
+
+
+def _step_us(step: Sequence[float], seqs: Number, context: Number) -> Number:
+    base, per_seq, per_context = step
+    return base + per_seq * seqs + per_context * context
+
+
+def _is_apart(one: _Served, prefills: Mapping[InstanceId, _Load], chunk: Tokens) -> bool:
+    """Whether its passes were its own: it met no other prefill at its instance.
+
+    If all was computed in one pass, it does not matter whether others came while that ran. They
+    come rather to requests that take long: without those, passes would seem too fast.
+    """
+    assert one.row.prefill is not None
+    in_one = one.stages.compute_ms is not None and one.prompt - one.cached <= chunk
+    until_us = one.computed_us[0] if in_one else one.prefilled_us
+    _, seqs_us, _ = prefills[one.row.prefill].between(one.arrived_us, until_us)
+    return seqs_us - (until_us - one.called_us) < _ALONE * (one.prefilled_us - one.arrived_us)
+
+
+class _Activity:
+    """When instances computed, and how many at a time."""
+
+    def __init__(self, served: Sequence[_Served]) -> None:
+        prefills = _spans(served, lambda it: it.row.prefill, lambda it: it.computed_us)
+        decodes = _spans(served, lambda it: it.row.decode, lambda it: it.decoded_us)
+        spans = {
+            where: _joined([*prefills.get(where, ()), *decodes.get(where, ())])
+            for where in sorted({*prefills, *decodes})
+        }
+        self._busy = _Load((*span, 0.0) for them in spans.values() for span in them)
+        in_order = sorted(span for them in spans.values() for span in them)
+        self._begins = np.array([begin for begin, _ in in_order])
+        self._latest = np.maximum.accumulate([end for _, end in in_order])
+
+    def idle_us(self, at_us: float) -> float:
+        """For how long none had computed then; very long before the first time."""
+        before = int(np.searchsorted(self._begins, at_us))
+        return max(0.0, at_us - float(self._latest[before - 1])) if before else _LONG_US
+
+    def slowed(self, cores: float) -> Callable[[float, float], float]:
+        """Returns by what factor passes between two times were longer, with so many cores."""
+        if not cores:
+            return lambda begin, end: 1.0
+        busy = self._busy
+        busy.weigh(lambda seqs, _: np.maximum(1.0, seqs / cores))
+
+        def slowed(begin: float, end: float) -> float:
+            alone_us, _, _ = busy.between(begin, end)
+            return max(1.0, (end - begin) / alone_us) if alone_us else 1.0
+
+        return slowed
+
+
+def _joined(spans: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
+    """The times that at least one of these covers."""
+    found: list[tuple[float, float]] = []
+    for begin, end in sorted(spans):
+        if found and begin <= found[-1][1]:
+            found[-1] = (found[-1][0], max(found[-1][1], end))
+        else:
+            found.append((begin, end))
+    return found

@@ -1,0 +1,106 @@
+"""A recording as a simulation: the cluster that served it as a Setup, and the times it recorded.
+
+`moonserve simulate`, `plan`, `sweep` and `replay` use it. sim.trace reads the requests of a
+recording, sim.fitted makes a profile of their times. Nothing is written here.
+"""
+
+from __future__ import annotations
+
+from operator import attrgetter
+from pathlib import Path
+
+import msgspec
+
+from moonserve.core.errors import UNREADABLE, ConfigError
+from moonserve.core.schedule.profiles import Profile
+from moonserve.core.schedule.recorded import CLUSTER_FILE, RecordedCluster, RecordedRequest
+from moonserve.core.units import Tokens
+from moonserve.sim.fitted import fit_profile
+from moonserve.sim.setup import Setup
+from moonserve.sim.trace import is_recording, recorded_requests
+
+
+class Recording(msgspec.Struct, frozen=True):
+    """The cluster of a recording, and its rows in the order in which sim.trace gives them."""
+
+    where: str
+    cluster: RecordedCluster
+    rows: list[RecordedRequest]
+
+    def profile(self) -> Profile:
+        """What its instances cost. Raises ConfigError: it has too few requests."""
+        return fit_profile(self.where, self.cluster, self.rows)
+
+    def setup(self, profile: Profile) -> Setup:
+        """Its cluster, with instances of this profile."""
+        return setup_of_cluster(self.cluster, profile, self.rows[0].block_size)
+
+
+def read_recording(path: Path) -> Recording | None:
+    """Read a recording: a folder, or one of its files. Raises ConfigError.
+
+    None: it is none, or one that does not say which cluster served it.
+    """
+    if not is_recording(path):
+        return None
+    file = (path if path.is_dir() else path.parent) / CLUSTER_FILE
+    try:
+        cluster = msgspec.json.decode(file.read_bytes(), type=RecordedCluster)
+    except FileNotFoundError:
+        return None
+    except OSError as err:
+        raise ConfigError(f"cannot be read: {err.strerror}", str(file)) from None
+    except UNREADABLE as err:
+        raise ConfigError(f"is none that --record has written: {err}", str(file)) from None
+    _check(cluster, str(file))
+    rows = sorted(recorded_requests(path), key=attrgetter("timestamp"))
+    if not rows:
+        raise ConfigError("has no requests", str(path))
+    return Recording(str(path), cluster, rows)
+
+
+def recorded_profile(path: Path) -> Profile:
+    """What the instances of a recording cost. Raises ConfigError."""
+    recording = read_recording(path)
+    if recording is None:
+        raise ConfigError(f"has no {CLUSTER_FILE}: no gateway of this version wrote it", str(path))
+    return recording.profile()
+
+
+def setup_of_cluster(cluster: RecordedCluster, profile: Profile, block_size: Tokens) -> Setup:
+    """The cluster as the simulator takes it, for a trace with this block size."""
+    at_prefill = [it for it in cluster.instances if it.role != "decode"]
+    at_decode = [it for it in cluster.instances if it.role != "prefill"]
+    one = at_prefill[0]
+    mixed = one.role == "both"
+    embedded = one.connector == "embedded"
+    room = [it.segment_bytes // it.block_bytes if embedded else it.kv_blocks for it in at_prefill]
+    return Setup(
+        prefill=0 if mixed else len(at_prefill),
+        decode=0 if mixed else len(at_decode),
+        mixed=len(at_prefill) if mixed else 0,
+        profile=profile,
+        tuning=cluster.tuning,
+        goal=cluster.tuning.slo,
+        cache_blocks=min(room) * one.block_size // block_size,
+        one_copy=embedded,
+        embedded_store=embedded,
+        prefill_seqs=one.max_seqs,
+        chunk_tokens=one.chunk_tokens,
+        decode_seqs=at_decode[0].max_seqs,
+        ahead=0,
+        first_token="prefill" if embedded else "decode",
+        overlap=False,
+    )
+
+
+def _check(cluster: RecordedCluster, where: str) -> None:
+    """Raise ConfigError if it cannot be simulated."""
+    roles = {it.role for it in cluster.instances}
+    if roles not in ({"both"}, {"prefill", "decode"}):
+        what = "has instances that only prefill or only decode, or both kinds and mixed ones"
+        raise ConfigError(f"{what}; name a --profile and a split", where)
+    for it in cluster.instances:
+        sizes = (it.block_size, it.block_bytes, it.kv_blocks, it.max_seqs, it.chunk_tokens)
+        if min(sizes) < 1:
+            raise ConfigError(f"instance {it.id} does not say its sizes; name a --profile", where)

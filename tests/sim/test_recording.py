@@ -1,0 +1,304 @@
+"""A recording simulated again: costs fitted from its stages, and both sides next to each other."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+import pytest
+from click.testing import CliRunner, Result
+
+from moonserve.cli import cli
+from moonserve.core.errors import ConfigError
+from moonserve.core.schedule.explain import Explanation
+from moonserve.core.schedule.profiles import OVERHEADS, Overhead, Profile
+from moonserve.core.schedule.recorded import (
+    CLUSTER_FILE,
+    RecordedCluster,
+    RecordedInstance,
+    RecordedRequest,
+)
+from moonserve.core.schedule.shown import in_ms
+from moonserve.core.schedule.tuning import Tuning
+from moonserve.core.units import InstanceId
+from moonserve.sim.cluster import Simulation
+from moonserve.sim.compared import Compared, compare
+from moonserve.sim.fitted import fit_profile
+from moonserve.sim.recording import setup_of_cluster
+from moonserve.sim.served import Served
+from moonserve.sim.synthesize import Shape, synthesize
+from moonserve.sim.trace import Row, Trace
+
+BLOCK = 32
+SHAPE = Shape(system_prompts=2, system_tokens=150, user_tokens=60, output_tokens=20, sigma=0.7)
+TRUTH = Profile(
+    "truth",
+    "made up",
+    (50_000.0, 1_000.0, 0.1, 0.5, 30_000.0, 4_000.0, 12.0),
+    23_040,
+    800e6,
+    17_472,
+    load_base_us=3_000.0,
+    arrive=Overhead(4_000.0, 2.0, 20_000.0),
+    call=Overhead(8_000.0, 3.0, 40_000.0),
+    turn=Overhead(5_000.0, 0.0, 10_000.0),
+    own_load=Overhead(3_000.0, 28.0, 20_000.0),
+    publish=Overhead(6_000.0, 10.0),
+    decode_call=Overhead(9_000.0),
+    wake_us=150_000.0,
+    cold_after_us=2e6,
+)
+
+
+def cluster(prefill: int = 1, decode: int = 1) -> RecordedCluster:
+    """So many instances of the true profile."""
+    names = [(f"p{at}", "prefill") for at in range(prefill)]
+    names += [(f"d{at}", "decode") for at in range(decode)]
+    instances = [
+        RecordedInstance(
+            id=InstanceId(name),
+            role=role,  # type: ignore[arg-type]
+            connector="embedded",
+            block_size=BLOCK,
+            block_bytes=BLOCK * TRUTH.kv_bytes_per_token,
+            kv_blocks=546,
+            max_seqs=16,
+            chunk_tokens=512,
+            segment_bytes=400 * BLOCK * TRUTH.kv_bytes_per_token,
+            layers=30,
+        )
+        for name, role in names
+    ]
+    return RecordedCluster(instances, Tuning())
+
+
+def run(of: RecordedCluster, profile: Profile, trace: Trace) -> list[Served]:
+    """What became of the requests in a simulation."""
+    sim = Simulation(trace, setup_of_cluster(of, profile, BLOCK))
+    assert sim.run()
+    return sim.served
+
+
+def recorded(one: Served, of: RecordedCluster) -> RecordedRequest:
+    """The row that a gateway would have written of it, 10^12 ms after 1970."""
+    decision, first_us, ended_us = one.decision, one.first_us, one.ended_us
+    assert decision is not None
+    assert first_us is not None
+    assert ended_us is not None
+    gaps = one.row.output_tokens - 1
+    by_number = {f"{kind}{at:03}": f"{kind}{at}" for kind in "pd" for at in range(9)}
+    arrived_ms = 10**12 + one.row.at_us // 1_000
+    return RecordedRequest(
+        request=str(one.id),
+        tenant="",
+        priority=0,
+        outcome="length",
+        why="",
+        arrived_ms=arrived_ms,
+        prefill=InstanceId(by_number[decision.prefill]),
+        decode=InstanceId(by_number[decision.decode]),
+        prompt_tokens=one.row.input_tokens,
+        output_tokens=one.row.output_tokens,
+        actual_cached_tokens=one.cached,
+        actual_ttft_ms=(first_us - one.arrived_us) / 1e3,
+        actual_tbt_ms=(ended_us - first_us) / 1e3 / gaps if gaps else None,
+        in_time=True,
+        stages=in_ms(one.stages()),
+        timestamp=arrived_ms,
+        input_length=one.row.input_tokens,
+        output_length=one.row.output_tokens,
+        hash_ids=list(one.row.blocks),
+        block_size=BLOCK,
+        output_guessed=False,
+    )
+
+
+def compared(rows: Sequence[Explanation], served: Sequence[Served]) -> dict[str, Compared]:
+    """All figures by name."""
+    return {it.name: it for it in compare(zip(rows, served, strict=True))}
+
+
+@pytest.mark.parametrize(("prefill", "decode", "rate"), [(1, 1, 0.8), (1, 2, 2.0), (2, 2, 4.0)])
+def test_what_was_recorded_comes_again(prefill: int, decode: int, rate: float) -> None:
+    """Fitted from the stages of a run whose costs are known, the same run again has the same TTFT,
+    TBT and stages, at low and at high load."""
+    of = cluster(prefill, decode)
+    trace = synthesize(7, 300, rate, SHAPE, BLOCK)
+    before = run(of, TRUTH, trace)
+    rows = [recorded(one, of) for one in before]
+    after = run(of, fit_profile("again", of, rows), trace)
+    found = compared(rows, after)
+    assert len(found) == 13
+    for name, it in found.items():
+        most = {"ttft_ms": 0.05, "tbt_ms": 0.03, "queue_ms": 0.2}.get(name, 0.1)
+        assert abs(it.errors()["mean"]) < most, (name, it)
+        assert not it.missed(), (name, it)
+
+
+def test_each_term_is_found() -> None:
+    """Each stage's own line is close to the truth where its requests show it."""
+    of = cluster()
+    rows = [recorded(one, of) for one in run(of, TRUTH, synthesize(7, 300, 0.8, SHAPE, BLOCK))]
+    profile = fit_profile("again", of, rows)
+    prefill, step = profile.pass_us[:2], profile.pass_us[4:]
+    assert prefill == pytest.approx(TRUTH.pass_us[:2], rel=0.1)
+    assert step == pytest.approx(TRUTH.pass_us[4:], rel=0.1)
+    assert profile.cold_after_us == TRUTH.cold_after_us
+    assert profile.wake_us == pytest.approx(TRUTH.wake_us, rel=0.1)
+    for name in OVERHEADS:
+        found, truth = getattr(profile, name), getattr(TRUTH, name)
+        at = (300, 0.5)
+        assert found.us(*at) == pytest.approx(truth.us(*at), rel=0.1, abs=500), name
+
+
+def test_few_cores_are_found() -> None:
+    """If three instances share two cores, all of them are slow while all compute, and the fit finds
+    how many cores there are."""
+    of = cluster(1, 2)
+    truth = msgspec.structs.replace(TRUTH, cores=2.0)
+    trace = synthesize(7, 300, 3.0, SHAPE, BLOCK)
+    rows = [recorded(one, of) for one in run(of, truth, trace)]
+    profile = fit_profile("again", of, rows)
+    assert profile.cores == 2.0
+    found = compared(rows, run(of, profile, trace))
+    assert not [it for it in found.values() if it.missed()]
+    free = compared(rows, run(of, msgspec.structs.replace(profile, cores=0.0), trace))
+    assert free["tbt_ms"].errors()["mean"] < -0.05
+
+
+def test_a_machine_that_is_never_cold_has_no_such_term() -> None:
+    """The term is taken only if it explains something."""
+    of = cluster()
+    warm = {name: msgspec.structs.replace(getattr(TRUTH, name), cold_us=0.0) for name in OVERHEADS}
+    truth = msgspec.structs.replace(TRUTH, wake_us=0.0, cold_after_us=0.0, **warm)
+    rows = [recorded(one, of) for one in run(of, truth, synthesize(7, 200, 0.8, SHAPE, BLOCK))]
+    profile = fit_profile("again", of, rows)
+    assert (profile.cold_after_us, profile.wake_us, profile.call.cold_us) == (0.0, 0.0, 0.0)
+
+
+def test_engines_that_report_no_parts_are_fitted_by_their_calls() -> None:
+    """Then a prefill is its whole call, and nothing is said of its parts."""
+    of = cluster()
+    trace = synthesize(7, 200, 0.8, SHAPE, BLOCK)
+    rows = [recorded(one, of) for one in run(of, TRUTH, trace)]
+    for row in rows:
+        assert row.stages is not None
+        hidden = dict.fromkeys(("queue_ms", "load_ms", "compute_ms", "publish_ms"))
+        row.stages = msgspec.structs.replace(row.stages, **hidden)
+    profile = fit_profile("again", of, rows)
+    assert profile.call == profile.turn == profile.publish == Overhead()
+    found = compared(rows, run(of, profile, trace))
+    assert "compute_ms" not in found
+    assert not found["ttft_ms"].missed()
+    assert not found["tbt_ms"].missed()
+
+
+def test_too_few_requests_are_no_fit() -> None:
+    """The error says how many there are, and how many are needed."""
+    of = cluster()
+    rows = [recorded(one, of) for one in run(of, TRUTH, synthesize(7, 5, 0.8, SHAPE, BLOCK))]
+    with pytest.raises(ConfigError, match=r"mine: has 5 requests .* a fit needs 8"):
+        fit_profile("mine", of, rows)
+
+
+def test_the_first_pass_after_an_idle_time_is_slow() -> None:
+    """The first request finds a cold machine, one beside it a warm one, a late one a cold one."""
+    of = cluster()
+    rows = [Row(at_us, 40, 2, (at_us, at_us + 1)) for at_us in (0, 3_000_000, 3_150_000)]
+    first, second, third = run(of, TRUTH, Trace("t", BLOCK, rows))
+    assert first.cold == 1.0
+    assert 0.5 < second.cold < 0.6
+    assert third.cold == 0.0
+    assert first.computed_us - third.computed_us == TRUTH.wake_us
+    assert first.call_us - third.call_us == TRUTH.call.cold_us
+
+
+def test_the_embedded_store_is_full_of_more_than_prompts() -> None:
+    """Partial blocks and outputs take room too, and a full segment evicts several blocks."""
+    of = cluster()
+    setup = setup_of_cluster(of, TRUTH, BLOCK)
+    setup = msgspec.structs.replace(setup, cache_blocks=20)  # 19 is too much, then 18 stay
+    rows = [
+        Row(at * 9_000_000, 5 * BLOCK + 1, BLOCK, tuple(range(6 * at, 6 * at + 6)))
+        for at in range(3)
+    ]
+    again = Row(40_000_000, 5 * BLOCK + 1, 1, tuple(range(6)))
+    for kept, expected in ((True, 5 * BLOCK), (False, 2 * BLOCK)):
+        trace = Trace("t", BLOCK, [*(rows[:2] if kept else rows), again])
+        sim = Simulation(trace, setup)
+        assert sim.run()
+        assert sim.served[-1].cached == expected
+
+
+# The command.
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A recording of 60 requests."""
+    import gzip
+
+    of = cluster()
+    rows = [recorded(one, of) for one in run(of, TRUTH, synthesize(7, 60, 0.8, SHAPE, BLOCK))]
+    lines = b"".join(msgspec.json.encode(row) + b"\n" for row in rows)
+    (tmp_path / "requests-1.jsonl.gz").write_bytes(gzip.compress(lines))
+    (tmp_path / CLUSTER_FILE).write_bytes(msgspec.json.encode(of))
+    return tmp_path
+
+
+def simulate(*argv: str | Path, code: int = 0) -> Result:
+    """Run `moonserve simulate` in this process."""
+    done = CliRunner().invoke(cli, ["simulate", *map(str, argv)], prog_name="moonserve")
+    assert done.exit_code == code, done.output
+    return done
+
+
+def test_a_recording_is_simulated_on_its_own_cluster(folder: Path) -> None:
+    """Instances, settings and costs are the recording's, unless an option says otherwise."""
+    said = simulate(folder, "--compare").stdout
+    assert "1 prefill + 1 decode, kvcache_centric" in said
+    assert "costs      fitted from 60 recorded requests" in said
+    assert "TTFT within 15% in mean, p50 and p90" in said
+    assert "TBT within 7% in mean, p50 and p90" in said
+    other = simulate(folder, "--decode", "3", "--policy", "random").stdout
+    assert "1 prefill + 3 decode, random" in other
+    mixed = simulate(folder, "--mixed", "2", "--profile", "a800").stdout
+    assert "2 mixed, kvcache_centric, a800" in mixed
+    elsewhere = simulate(next(folder.glob("*.gz")), "--json")
+    assert json.loads(elsewhere.stdout)["prefill"] == 1
+    plan = CliRunner().invoke(
+        cli, ["plan", "--trace", str(folder), "--profile", str(folder), "--nodes", "2", "-j", "1"]
+    )
+    assert plan.exit_code == 0, plan.output
+
+
+def test_a_missed_goal_is_said(folder: Path) -> None:
+    """With other costs the comparison names what is off, and by how much."""
+    said = simulate(folder, "--compare", "--profile", "a800").stdout
+    assert "TTFT NOT within 15%: mean by -" in said
+    found = json.loads(simulate(folder, "--compare", "--profile", "a800", "--json").stdout)
+    ttft = found["compared"][0]
+    assert (ttft["name"], ttft["goal"], ttft["missed"]) == ("ttft_ms", 0.15, ["mean", "p50", "p90"])
+    assert ttft["errors"]["mean"] == pytest.approx(
+        ttft["simulated"]["mean"] / ttft["recorded"]["mean"] - 1
+    )
+
+
+def test_a_recording_that_cannot_be_taken_so_says_why(folder: Path) -> None:
+    """No traceback: the file, what is wrong, and what to do."""
+    assert (
+        "--compare: needs a recording"
+        in simulate(folder, "--compare", "--speed", "2", code=2).output
+    )
+    file = folder / CLUSTER_FILE
+    file.write_text('{"instances": 3}')
+    assert f"{file}: is none that --record has written" in simulate(folder, code=2).output
+    lame = msgspec.structs.replace(cluster(), instances=cluster().instances[:1])
+    file.write_bytes(msgspec.json.encode(lame))
+    assert "only prefill" in simulate(folder, code=2).output
+    file.unlink()
+    assert "2 prefill + 2 decode" in simulate(folder, "--prefill", "2", "--decode", "2").stdout
+    assert "--compare: needs a recording" in simulate(folder, "--compare", code=2).output
+    assert f"has no {CLUSTER_FILE}" in simulate(folder, "--profile", folder, code=2).output
