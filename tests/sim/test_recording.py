@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -193,6 +194,17 @@ def test_engines_that_report_no_parts_are_fitted_by_their_calls() -> None:
     assert "compute_ms" not in found
     assert not found["ttft_ms"].missed()
     assert not found["tbt_ms"].missed()
+
+
+def test_costs_without_a_base_are_a_fit_too() -> None:
+    """A step that costs nothing but for its requests makes no figure that is not a number."""
+    of = cluster()
+    truth = msgspec.structs.replace(TRUTH, pass_us=(0.0, 900.0, 0.0, 0.0, 0.0, 9_000.0, 0.0))
+    trace = synthesize(7, 100, 0.8, SHAPE, BLOCK)
+    rows = [recorded(one, of) for one in run(of, truth, trace)]
+    profile = fit_profile("again", of, rows)
+    assert all(math.isfinite(us) for us in profile.pass_us)
+    assert not compared(rows, run(of, profile, trace))["tbt_ms"].missed()
 
 
 def test_too_few_requests_are_no_fit() -> None:

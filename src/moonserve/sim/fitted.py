@@ -70,7 +70,8 @@ class _Load:
 
     def weigh(self, step_us: Callable[[Times, Times], Times]) -> None:
         """Take means over steps, which last so long for so many requests and tokens."""
-        steps = np.diff(self._at) / step_us(self._seqs, self._tokens)
+        least_us = 1.0  # a fitted step may cost nothing while nobody decodes
+        steps = np.diff(self._at) / np.maximum(least_us, step_us(self._seqs, self._tokens))
         parts = (steps, steps * self._seqs, steps * self._tokens)
         self._sums = [np.concatenate(([0.0], np.cumsum(part))) for part in parts]
 
@@ -82,7 +83,7 @@ class _Load:
         return steps, seqs, tokens
 
 
-class _Line:
+class _StageFit:
     """A linear form that is fitted to samples; it gives back the sum of them all."""
 
     def __init__(self, prior: Sequence[float], scales: Sequence[float]) -> None:
@@ -273,10 +274,10 @@ class _Fit:
             errors[self._cores] = self._prefills().error + self._steps().error
         return _best(errors)
 
-    def _prefills(self) -> _Line:
+    def _prefills(self) -> _StageFit:
         """Passes, computed tokens, their squares, tokens before them, and the cold, of prefills."""
         prior = _PREFILL if self._cold_after_us else (*_PREFILL[:4], 0.0)
-        line = _Line(prior, (1.0, 1e3, 1e6, 1e3, 1.0))
+        line = _StageFit(prior, (1.0, 1e3, 1e6, 1e3, 1.0))
         slowed = self._activity.slowed(self._cores)
         for one, apart, cold in zip(self._served, self._is_apart, self._cold(), strict=True):
             took_us = one.computed_us[1] - one.computed_us[0]
@@ -285,15 +286,15 @@ class _Fit:
                 line.add((*features, float(cold)), took_us / slowed(*one.computed_us))
         return line
 
-    def _steps(self) -> _Line:
+    def _steps(self) -> _StageFit:
         """Base, requests and context of decode steps, from the means over each request's steps."""
         slowed = self._activity.slowed(self._cores)
         step: tuple[float, ...] = LAPTOP_PASS[4:]
-        line = _Line(step, _STEP_SCALES)
+        line = _StageFit(step, _STEP_SCALES)
         for _ in range(_ROUNDS):
             for load in self._decodes.values():
                 load.weigh(partial(_step_us, step))
-            line = _Line(LAPTOP_PASS[4:], _STEP_SCALES)
+            line = _StageFit(LAPTOP_PASS[4:], _STEP_SCALES)
             for one in self._served:
                 if one.decoded_us is not None:
                     last_us = one.decoded_us[1]
@@ -354,7 +355,7 @@ class _Fit:
         that it took, with others' work on the same cores."""
         is_cold = cold and self._cold_after_us > 0
         slowed = self._activity.slowed(self._cores)
-        line = _Line(_OVERHEAD if is_cold else (*_OVERHEAD[:2], 0.0), (1.0, 1e3, 1.0))
+        line = _StageFit(_OVERHEAD if is_cold else (*_OVERHEAD[:2], 0.0), (1.0, 1e3, 1.0))
         for one, apart, how_cold in zip(self._served, self._is_apart, self._cold(), strict=True):
             took = took_ms(one)
             if apart and only(one) and took is not None:
