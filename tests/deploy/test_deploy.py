@@ -1,0 +1,336 @@
+"""What stands in deploy/: its commands and settings are moonserve's own, and its tools accept it.
+
+Commands are parsed by the program's parser and files of settings by its loader. Tests of helm,
+kubectl, hadolint, systemd-analyze and kubernetes-validate are skipped without them: `make
+test-deploy` brings all but systemd's.
+"""
+
+from __future__ import annotations
+
+import configparser
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import click
+import pytest
+import yaml
+
+from moonserve.cli import cli
+from moonserve.cli.instances import engines_of, sources_of
+from moonserve.config import Settings, all_flags, load
+from moonserve.core.errors import ConfigError
+
+ROOT = Path(__file__).parents[2]
+DEPLOY = ROOT / "deploy"
+CHART = DEPLOY / "helm" / "moonserve"
+BASE = DEPLOY / "kustomize" / "base"
+COMPOSE = DEPLOY / "compose"
+UNITS = sorted((DEPLOY / "systemd").glob("*.service"))
+FILE = "/etc/moonserve/moonserve.yaml"
+SAMPLES = {"POD_IP": "10.0.0.5", "POD_NAME": "vllm-0", "NODE_NAME": "n1", "ROLE": "prefill"}
+"""Values of the variables that commands contain."""
+WITHOUT_ENGINES = ["workers.enabled=true", "config.kubernetes=null"]
+RENDERED: Mapping[str, Sequence[str]] = {
+    "defaults": (),
+    "standby": (
+        "conductor.replicas=2",
+        "conductor.registry=etcd://etcd:2379",
+        "gateway.autoscaling.enabled=true",
+        'config.kubernetes=[{"pool": "llama"}]',
+        "autoscaling.kind=hpa",
+        "autoscaling.prefill.target.name=vllm-prefill",
+        "autoscaling.decode.target.name=vllm-decode",
+    ),
+    "keys": ("apiKeys.existingSecret=k", "engineKeys.existingSecret=e", "token.existingSecret=t"),
+    "workers": (*WITHOUT_ENGINES, "autoscaling.kind=keda", "serviceMonitor.enabled=true"),
+    "workers and standby": (
+        *WITHOUT_ENGINES,
+        "conductor.replicas=2",
+        "conductor.registry=etcd://etcd:2379",
+        "config.model=smollm2-135m-instruct",
+        "models.existingClaim=models",
+    ),
+}
+"""Values of the chart, by what they are for."""
+
+
+class Run(NamedTuple):
+    """One command that something in deploy/ runs, and the file of its settings."""
+
+    argv: tuple[str, ...]
+    """Without `moonserve`."""
+    settings: str
+
+    def checked(self, folder: Path) -> tuple[str, Settings]:
+        """The command's name and its settings as the program reads them. Raises if it cannot."""
+        words = [re.sub(r"\$[({](\w+)[)}]", lambda at: SAMPLES[at[1]], it) for it in self.argv]
+        command: click.Command = cli
+        context = click.Context(cli, info_name="moonserve", **cli.context_settings)
+        while isinstance(command, click.Group):
+            found = command.get_command(context, words[0])
+            assert found is not None, f"there is no command {words[0]}"
+            command = found
+            words = words[1:]
+        file = folder / "moonserve.yaml"
+        file.write_text(self.settings)
+        words = [it.replace(FILE, str(file)) for it in words]
+        params = command.make_context(command.name, words, parent=context).params
+        flags = {name: params[name] for name in all_flags() if name in params}
+        settings = load(params.get("config"), {}, flags)
+        if command.name in ("conductor", "gateway"):
+            engines_of(settings, file, [])
+            sources_of(settings)
+        return command.name or "", settings
+
+
+def tool(name: str) -> str:
+    """The path of a tool; the test is skipped without it."""
+    path = shutil.which(name)
+    if path is None:
+        pytest.skip(f"{name} is not installed; make test-deploy brings it")
+    return path
+
+
+def output(*words: str) -> str:
+    """What a tool prints; it must succeed."""
+    ran = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    return ran.stdout
+
+
+def documents(text: str) -> list[dict[str, Any]]:
+    """The objects in a text of YAML documents."""
+    return [it for it in yaml.safe_load_all(text) if it]
+
+
+def given(values: Sequence[str]) -> list[str]:
+    """Flags of helm with these values; one with a bracket is JSON."""
+    flag = {True: "--set-json", False: "--set"}
+    return [word for value in values for word in (flag["[" in value], value)]
+
+
+def rendered(name: str) -> list[dict[str, Any]]:
+    """The objects of the chart with these values."""
+    words = given(RENDERED[name])
+    return documents(output(tool("helm"), "template", "t", str(CHART), *words))
+
+
+def pods(objects: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """The pods' descriptions in these objects."""
+    for it in objects:
+        if it["kind"] in ("Deployment", "StatefulSet"):
+            yield it["spec"]["template"]["spec"]
+
+
+def of_objects(objects: list[dict[str, Any]]) -> list[Run]:
+    """The commands of these objects, with the settings in their ConfigMap."""
+    (settings,) = (it["data"]["moonserve.yaml"] for it in objects if it["kind"] == "ConfigMap")
+    return [Run(tuple(c["args"]), settings) for pod in pods(objects) for c in pod["containers"]]
+
+
+def base() -> list[dict[str, Any]]:
+    """The objects of the kustomize base, without kustomize."""
+    listed = yaml.safe_load((BASE / "kustomization.yaml").read_text())
+    files = [BASE / name for name in listed["resources"]]
+    data = {"moonserve.yaml": (BASE / "moonserve.yaml").read_text()}
+    made = {"kind": "ConfigMap", "data": data}
+    return [*(it for file in files for it in documents(file.read_text())), made]
+
+
+def compose() -> dict[str, Run]:
+    """The commands of the compose file by service, with the defaults of its variables."""
+    text = (COMPOSE / "compose.yaml").read_text()
+    text = re.sub(r"\$\{\w+:-(\w+)\}", r"\1", text)
+    services = yaml.safe_load(text)["services"]
+    settings = (COMPOSE / "moonserve.yaml").read_text()
+    return {name: Run(tuple(it["command"]), settings) for name, it in services.items()}
+
+
+def unit(file: Path) -> tuple[str, ...]:
+    """The words of a unit's command."""
+    parser = configparser.RawConfigParser(strict=False)
+    parser.optionxform = str  # type: ignore[assignment, method-assign]
+    parser.read_string(file.read_text())
+    return tuple(shlex.split(parser["Service"]["ExecStart"].replace("%i", "p0")))
+
+
+# Without tools.
+
+
+def test_commands_of_the_kustomize_base(tmp_path: Path) -> None:
+    """Every flag exists, and the file of settings is valid."""
+    assert [it.checked(tmp_path)[0] for it in of_objects(base())] == ["conductor", "gateway"]
+
+
+def test_commands_of_the_compose_file(tmp_path: Path) -> None:
+    """Every flag exists; workers find the gateway by its service's name and port."""
+    found = {name: run.checked(tmp_path) for name, run in compose().items()}
+    names = {name: command for name, (command, _) in found.items()}
+    assert names == {"gateway": "gateway", "prefill": "worker", "decode": "worker"}
+    settings = found["gateway"][1]
+    assert f"http://gateway:{settings.port}" in compose()["prefill"].argv
+
+
+@pytest.mark.parametrize("file", UNITS, ids=lambda file: file.name)
+def test_commands_of_the_units(tmp_path: Path, file: Path) -> None:
+    """Every flag exists. SIGTERM goes to the first process, which lets its children drain."""
+    program, *words = unit(file)
+    assert program == "/opt/moonserve/bin/moonserve"
+    command, settings = Run(tuple(words), "").checked(tmp_path)
+    assert command in file.name
+    assert "KillMode=mixed" in file.read_text()
+    (stop_s,) = re.findall(r"^TimeoutStopSec=(\d+)$", file.read_text(), re.MULTILINE)
+    assert int(stop_s) > settings.drain_s
+
+
+def test_the_containerfile_starts_a_gateway(tmp_path: Path) -> None:
+    """Its default command and its variables are the program's; it copies files that there are."""
+    text = (DEPLOY / "container" / "Containerfile").read_text()
+    (command,) = re.findall(r"^CMD (\[.*\])$", text, re.MULTILINE)
+    Run(tuple(json.loads(command)), "").checked(tmp_path)
+    (host,) = re.findall(r"MOONSERVE_HOST=(\S+)", text)
+    assert load(None, {"MOONSERVE_HOST": host}, {}).host == "0.0.0.0"
+    for line in re.findall(r"^COPY (?!--from)(.*)$", text, re.MULTILINE):
+        for name in line.split()[:-1]:
+            assert (ROOT / name).exists(), name
+            assert f"!{name}" in (ROOT / ".dockerignore").read_text().splitlines()
+
+
+def test_a_wrong_flag_or_setting_is_found(tmp_path: Path) -> None:
+    """The checks above can fail."""
+    with pytest.raises(click.NoSuchOption):
+        Run(("gateway", "--conducter=x"), "").checked(tmp_path)
+    with pytest.raises(ConfigError, match="kubernetes"):
+        Run(("conductor", f"--config={FILE}"), "kubernetes: [{servise: x}]").checked(tmp_path)
+    with pytest.raises(AssertionError):
+        Run(("gatway",), "").checked(tmp_path)
+
+
+# With tools.
+
+
+@pytest.mark.parametrize("name", RENDERED)
+def test_the_chart_runs_moonserves_commands(name: str, tmp_path: Path) -> None:
+    """Every flag exists, the ConfigMap is a valid file of settings, and pods are confined."""
+    objects = rendered(name)
+    commands = [it.checked(tmp_path)[0] for it in of_objects(objects)]
+    workers = "workers" in name
+    store = ["serve"] if name == "workers and standby" else []
+    expected = ["conductor", "gateway", *store, *(["worker", "worker"] if workers else [])]
+    assert sorted(commands) == sorted(expected)
+    for pod in pods(objects):
+        assert pod["securityContext"]["runAsNonRoot"]
+        assert pod["enableServiceLinks"] is False, "else Kubernetes may set MOONSERVE_PORT"
+        assert pod["containers"][0]["securityContext"]["readOnlyRootFilesystem"]
+        may_ask = pod["automountServiceAccountToken"]
+        assert may_ask == (pod["containers"][0]["name"] == "conductor" and not workers)
+
+
+@pytest.mark.parametrize("name", RENDERED)
+def test_the_charts_names_meet(name: str) -> None:
+    """Services select pods, mounts have volumes, scalers have targets, accounts have roles."""
+    objects = rendered(name)
+    templates = [
+        it["spec"]["template"] for it in objects if it["kind"] in ("Deployment", "StatefulSet")
+    ]
+    labels = [it["metadata"]["labels"] for it in templates]
+    for it in objects:
+        if it["kind"] == "Service":
+            wanted = it["spec"]["selector"].items()
+            assert any(wanted <= have.items() for have in labels), it["metadata"]["name"]
+    for template in templates:
+        volumes = {it["name"] for it in template["spec"]["volumes"]}
+        mounts = {it["name"] for it in template["spec"]["containers"][0]["volumeMounts"]}
+        assert mounts == volumes
+    made = {(it["kind"], it["metadata"]["name"]) for it in objects}
+    for it in objects:
+        if it["kind"] in ("HorizontalPodAutoscaler", "ScaledObject"):
+            target = it["spec"]["scaleTargetRef"]
+            assert (target["kind"], target["name"]) in made or "vllm-" in target["name"]
+        if it["kind"] == "RoleBinding":
+            assert ("Role", it["roleRef"]["name"]) in made
+            assert ("ServiceAccount", it["subjects"][0]["name"]) in made
+
+
+@pytest.mark.parametrize(
+    ("values", "says"),
+    [
+        (["workers.enabled=true"], "workers.enabled contradicts"),
+        (["config.kubernetes=null"], "no engines: set config.kubernetes"),
+        (["conductor.replicas=2"], "a standby needs etcd"),
+        (["conductor.registry=http://x"], "registry"),
+        (["gatway.replicas=2"], "gatway"),
+        (["autoscaling.kind=keda"], "name the Deployment of the engines"),
+    ],
+)
+def test_contradicting_values_are_refused(values: list[str], says: str) -> None:
+    """The error names the value and the remedy."""
+    ran = subprocess.run(
+        [tool("helm"), "template", "t", str(CHART), *given(values)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert ran.returncode != 0
+    assert says in ran.stderr
+
+
+def test_helm_lints_the_chart() -> None:
+    """Also what only warnings say is an error."""
+    output(tool("helm"), "lint", "--strict", str(CHART))
+
+
+def test_the_chart_has_the_packages_version() -> None:
+    """A release is one version of all."""
+    chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
+    (version,) = re.findall(r'^version = "(.*)"', (ROOT / "pyproject.toml").read_text(), re.M)
+    image = yaml.safe_load((BASE / "kustomization.yaml").read_text())["images"][0]["newTag"]
+    assert (chart["version"], chart["appVersion"], image) == (version, version, version)
+    for file in (COMPOSE / "compose.yaml", DEPLOY / "container" / "Containerfile"):
+        assert f"moonserve:{version}" in file.read_text(), file
+
+
+@pytest.mark.parametrize("name", [*RENDERED, "kustomize"])
+def test_kubernetes_accepts_the_objects(name: str, tmp_path: Path) -> None:
+    """By the schemas of a version of Kubernetes; kinds of operators have none there."""
+    validate = tool("kubernetes-validate")
+    if name == "kustomize":
+        objects = documents(output(tool("kubectl"), "kustomize", str(BASE)))
+    else:
+        objects = rendered(name)
+    known = [it for it in objects if it["kind"] not in ("ScaledObject", "ServiceMonitor")]
+    file = tmp_path / "objects.yaml"
+    file.write_text(yaml.safe_dump_all(known))
+    said = output(validate, "--strict", "-k", "1.37", str(file))
+    assert said.count(" passed for ") == len(known) >= 9
+
+
+def test_hadolint_accepts_the_containerfile() -> None:
+    """Every rule."""
+    output(tool("hadolint"), str(DEPLOY / "container" / "Containerfile"))
+
+
+def test_systemd_accepts_the_units(tmp_path: Path) -> None:
+    """Every directive is known; the program's path is that of this interpreter here."""
+    analyze = tool("systemd-analyze")
+    for file in UNITS:
+        text = file.read_text().replace("/opt/moonserve/bin/moonserve", sys.executable)
+        (tmp_path / file.name).write_text(text)
+    ran = subprocess.run(
+        [analyze, "verify", *(str(tmp_path / file.name) for file in UNITS)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        env={**os.environ, "SYSTEMD_LOG_LEVEL": "warning"},
+    )
+    assert (ran.returncode, ran.stderr) == (0, "")
