@@ -850,7 +850,8 @@ def test_prompts_are_read_as_well_as_may_be() -> None:
         await site.post({"prompt": ["one", "two"], "max_tokens": 1})
         how = site.backend.reader.read
         assert how == {"ids": 1, "text": 1, "tokens": 1, "engine": 1, "unread": 1}
-        assert b'moonserve_prompts_read_total{how="engine"} 1.0' in site.front.metrics.text()
+        page = await site.front.metrics.text()
+        assert b'moonserve_prompts_read_total{how="engine"} 1.0' in page
 
     run(use, *ONE)
 

@@ -67,6 +67,7 @@ FLOORS = {
             "ports",
             "tasks",
             "turns",
+            "exposition",
             "tls",
             "http",
             "rpc",

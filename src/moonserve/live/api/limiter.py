@@ -224,6 +224,6 @@ class Limiter:
         loop = asyncio.get_running_loop()
         began_s = loop.time()
         try:
-            return Response(body=self.metrics.text(), content_type=METRICS_TYPE)
+            return Response(body=await self.metrics.text(), content_type=METRICS_TYPE)
         finally:
             loop.call_later(_PAUSES * (loop.time() - began_s), self._rendering.end)

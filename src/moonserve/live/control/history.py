@@ -8,7 +8,6 @@ cluster, and now and then how full the pool is. The Conductor tells it of each r
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -30,6 +29,7 @@ from moonserve.core.units import Tokens
 from moonserve.live.clock import since_1970_us
 from moonserve.live.control.leadership import Leadership
 from moonserve.live.control.loop import ConductorLoop
+from moonserve.live.exposition import Turn
 from moonserve.live.health import Health
 from moonserve.live.http.message import HttpRequest, Response, decode_query, json_response
 from moonserve.live.http.server import Routes
@@ -39,8 +39,6 @@ from moonserve.live.tasks import keep_doing
 _STORE_EVERY = 5
 """Seconds between two looks at the pool, whose master may be in another process."""
 _STORE_S = 2.0
-_TURN_S = 0.004
-"""Longest time for which the summary of prefixes keeps the event loop."""
 _MOST_NODES = 400
 _PAIRS_SHOWN = 2_000
 
@@ -229,7 +227,7 @@ class Observed:
 
     async def _send_prefixes(self, request: HttpRequest) -> Response:
         """The tree of prefixes that were asked for lately. Gives way to requests as it is made."""
-        turn = _Turn()
+        turn = Turn()
         trees: dict[Tokens, PrefixTree] = {}
         for chain in list(self._history.chains):
             tree = trees.setdefault(chain.block_tokens, PrefixTree(chain.block_tokens))
@@ -250,16 +248,3 @@ class Observed:
                 ],
             }
         )
-
-
-class _Turn:
-    """Gives the event loop back when work has kept it for too long."""
-
-    def __init__(self) -> None:
-        self._since_s = time.perf_counter()
-
-    async def over(self) -> None:
-        """Go on, or let others run first."""
-        if time.perf_counter() - self._since_s > _TURN_S:
-            await asyncio.sleep(0)
-            self._since_s = time.perf_counter()

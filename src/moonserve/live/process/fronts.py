@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
-from prometheus_client import CollectorRegistry, generate_latest
 
 from moonserve.core.errors import ConfigError
 from moonserve.live.api.limiter import METRICS_TYPE
@@ -21,10 +20,11 @@ from moonserve.live.control import page
 from moonserve.live.control.config import GatewayConfig
 from moonserve.live.control.control import registered
 from moonserve.live.drive.wire import OrderedBy
+from moonserve.live.exposition import Turn, exposed
 from moonserve.live.external.monitor import Times
 from moonserve.live.external.spec import InstanceSpec
 from moonserve.live.fronts import wire
-from moonserve.live.fronts.counts import Summed, families, summed
+from moonserve.live.fronts.counts import Summed, Sums, families, family_of
 from moonserve.live.fronts.engines import RemoteFleet
 from moonserve.live.fronts.forward import Forward
 from moonserve.live.fronts.remote import RemoteConductor
@@ -103,10 +103,14 @@ class FrontsLink(ProcessPart):
     async def _metrics(self, request: HttpRequest) -> Response:
         """The sums over all fronts, and the Conductor's own."""
         collectors = [it for part in self._deciding.parts for it in part.collectors()]
-        own = families([ProcessMetrics("conductor"), *collectors])
-        registry = CollectorRegistry(auto_describe=False)
-        registry.register(Summed(summed([await self._server.counts(), own])))
-        return Response(body=generate_latest(registry), content_type=METRICS_TYPE)
+        sums = Sums(await self._server.counts())
+        turn = Turn()
+        for collector in (ProcessMetrics("conductor"), *collectors):
+            for metric in collector.collect():
+                sums.add(family_of(metric))
+                await turn.over()
+        page = await exposed(Summed(sums.families()).collect())
+        return Response(body=page, content_type=METRICS_TYPE)
 
 
 class ConductorProcess(Process):
