@@ -249,6 +249,10 @@ def test_a_refusal_and_each_line_of_the_log_name_the_page_where_there_is_one(
             why.endswith("; the page for operators shows it at /ui#/requests/refused") is has_page
         )
         assert ("/ui" in why) is has_page
+        world.wire.faults = [("prefill", "reset", 0)] * 3
+        with pytest.raises(EngineFailed) as failed:
+            await collect(world.request("failed"))
+        assert str(failed.value).endswith("shows it at /ui#/requests/failed") is has_page
         assert await world.settled() == NOTHING
 
     run(test)
@@ -256,8 +260,9 @@ def test_a_refusal_and_each_line_of_the_log_name_the_page_where_there_is_one(
         "late: the call to d0 failed: ",
         "late: missed its objectives",
         "refused: predicted TTFT of 0.09 ms misses",
+        "failed: the call to p0 failed: ",
     ):
-        [line] = [it for it in caplog.messages if it.startswith(said)]
+        line = next(it for it in caplog.messages if it.startswith(said))
         link = f"; the page for operators shows it at /ui#/requests/{said.partition(':')[0]}"
         assert line.endswith(link) is has_page, line
         assert ("/ui" in line) is has_page

@@ -58,7 +58,6 @@ class FakeServing:
         self.script: Sequence[Output | MoonserveError | float] = script or say("hello")
         self.cards = [ModelCard("m", 100, True), ModelCard("org/big", 1_000_000, False)]
         self.requests: list[Request] = []
-        self.has_page = False
         self.open = 0
         """Generations begun and not yet ended."""
         self.closed_early = 0

@@ -252,10 +252,6 @@ class ModelCard(msgspec.Struct, frozen=True):
 class Serving(Protocol):
     """The cluster behind a gateway."""
 
-    @property
-    def has_page(self) -> bool:
-        """See Conducting."""
-
     def models(self) -> list[ModelCard]:
         """The models that instances have joined with."""
 

@@ -127,7 +127,7 @@ class EngineText(Collector):
         )
         calls = EngineCalls(outgoing, prompt, request, caller, http.arrived_s)
         driver: RequestDriver[Piece] = RequestDriver(request, prompt.keys, caller.conductor, calls)
-        return EngineExchange(request, driver, calls, leave, caller.conductor.has_page)
+        return EngineExchange(request, driver, calls, leave)
 
 
 class EngineExchange(Exchange):
@@ -139,9 +139,8 @@ class EngineExchange(Exchange):
         driver: RequestDriver[Piece],
         calls: EngineCalls,
         on_close: Callable[[], None],
-        has_page: bool,
     ) -> None:
-        super().__init__(request.id, on_close, has_page)
+        super().__init__(request.id, on_close)
         self._prompt = request.length
         self._driver = driver
         self._calls = calls

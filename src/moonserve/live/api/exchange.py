@@ -14,7 +14,6 @@ from moonserve.core.errors import MoonserveError
 from moonserve.core.units import RequestId, Tokens
 from moonserve.live.http.message import Poured, Response, StreamingResponse, Write, error_reply
 from moonserve.live.openai.reply import event
-from moonserve.page import pointer
 
 log = logging.getLogger(__name__)
 
@@ -26,10 +25,9 @@ class Exchange(Poured):
     every path.
     """
 
-    def __init__(self, request: RequestId, on_close: Callable[[], None], has_page: bool) -> None:
-        """on_close: called once, when the exchange is over. has_page: see ports.Conducting."""
+    def __init__(self, request: RequestId, on_close: Callable[[], None]) -> None:
+        """on_close: called once, when the exchange is over."""
         self._request = request
-        self._has_page = has_page
         self._on_close = on_close
         self._first = b""
         self._failed = False
@@ -63,8 +61,7 @@ class Exchange(Poured):
             return await self._pour(write)
         except MoonserveError as error:
             self._failed = True
-            shown = pointer(self._request, self._has_page)
-            log.warning("%s: the stream ended with an error: %s%s", self._request, error, shown)
+            log.warning("%s: the stream ended with an error: %s", self._request, error)
             return write(event(error_reply(error)))
 
     async def aclose(self) -> None:

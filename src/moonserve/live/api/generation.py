@@ -111,10 +111,9 @@ class TextExchange(Exchange):
         stream: bool,
         ids: bool,
         on_close: Callable[[], None],
-        has_page: bool,
     ) -> None:
         """ids: whether the client wants the token ids."""
-        super().__init__(generation.request.id, on_close, has_page)
+        super().__init__(generation.request.id, on_close)
         self._generation = generation
         self._writer = writer
         self._streams = stream

@@ -101,8 +101,7 @@ class OwnText:
         ids = bool(fields.return_token_ids)
         head = reply_head(request.id, form, stream, int(time.time()), request.model)
         writer = ReplyWriter(head, form, openai.wants_usage(fields))
-        has_page = self._serving.has_page
-        return TextExchange(generation, writer, stream, ids, ended, has_page)
+        return TextExchange(generation, writer, stream, ids, ended)
 
     def _parse(self, form: Form, body: bytes) -> _Fields:
         if form == "chat":

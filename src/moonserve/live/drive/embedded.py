@@ -46,11 +46,6 @@ class EmbeddedServing:
         self._wire = wire
         self._configured = dict(configured)
 
-    @property
-    def has_page(self) -> bool:
-        """See ports.Conducting."""
-        return self._conductor.has_page
-
     def models(self) -> list[ModelCard]:
         """One card per model name, in order of name."""
         sizes = dict(self._configured)

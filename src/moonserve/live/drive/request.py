@@ -289,7 +289,7 @@ class RequestDriver(Generic[PieceT]):
                 self._end("failed")
                 if self._lost is not None and self._lost.busy is not None:
                     raise Passed(self._lost.busy)
-                raise EngineFailed(why)
+                raise EngineFailed(why + self._pointer())
             case _:
                 return None
 
@@ -398,7 +398,7 @@ class RequestDriver(Generic[PieceT]):
         died = await self._died(lost)
         if not retry:
             self._break_off(lost, died)
-            raise EngineFailed(plain(lost, self._called))
+            raise EngineFailed(plain(lost, self._called) + self._pointer())
         self._report(lost, lost.retry, died)
         self._lost, self._failed = lost, self._called
         self._reading = False
