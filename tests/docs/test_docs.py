@@ -25,7 +25,7 @@ TARGETS = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MUL
 
 def commands(page: str) -> Iterator[list[str]]:
     """Every moonserve or make command in a page's shell blocks, and in its `inline code`."""
-    blocks = re.findall(r"```(?:sh|bash|shell|console)\n(.*?)```", page, re.DOTALL)
+    blocks = re.findall(r"```(?:sh|bash|shell|console)\b[^\n]*\n(.*?)```", page, re.DOTALL)
     prose = re.sub(r"```.*?```", "", page, flags=re.DOTALL)
     lines = "\n".join(blocks).replace("\\\n", " ").splitlines()
     lines += re.findall(r"`((?:moonserve|make) [^`]+)`", prose)
