@@ -389,6 +389,15 @@ def test_ask_prints_the_answer_and_how_it_came_about(url: str) -> None:
     assert Gateway.asked["model"] == "tiny"
 
 
+def test_ask_expects_no_more_reuse_than_there_is_prompt(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A resumed request is placed with what it had generated, which is no part of its prompt."""
+    monkeypatch.setitem(DECISION, "reused_tokens", 2_080)
+    result = run("ask", "Hello?", "--url", url)
+    assert "expected to reuse 2,051 of 2,051 tokens" in result.stderr
+
+
 def test_ask_names_the_page_only_where_it_is_served(
     url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

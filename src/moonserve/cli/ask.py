@@ -124,7 +124,9 @@ def story(answer: Answer, url: str) -> Iterator[str]:
         decision = msgspec.convert(answer.decision, ShownDecision)
     except msgspec.ValidationError:  # a newer gateway may use another form
         return
-    reused = f"expected to reuse {decision.reused_tokens:,} of {answer.prompt_tokens:,} tokens"
+    # A request that was resumed was placed with the tokens that it had got; they are no prompt.
+    planned = min(decision.reused_tokens, answer.prompt_tokens)
+    reused = f"expected to reuse {planned:,} of {answer.prompt_tokens:,} tokens"
     if decision.reused_tokens and decision.holder:
         reused += f", from {decision.holder}"
     line = f"prefill {decision.prefill} ({reused}) → decode {decision.decode}"
