@@ -2,7 +2,7 @@
 # To contribute:   make check  make test  make fix
 # Everything lives in .venv; a second run of any target is quick.
 
-.PHONY: up model test check fix docs bench paper paper-quick compile uncompile wheel soak test-chaos test-deploy test-fuzz test-mooncake test-page test-prometheus test-slow test-peer test-vllm lock audit clean help
+.PHONY: up model test check fix docs bench paper paper-quick compile uncompile wheel soak test-chaos test-deploy test-fuzz test-mooncake test-page test-prometheus test-slow test-tutorial test-peer test-vllm lock audit clean help
 .DEFAULT_GOAL := help
 SHELL := bash
 
@@ -109,6 +109,9 @@ test-deploy: $(DEV) model $(DEPLOY) ## what stands in deploy/, by helm, kubectl,
 
 test-slow: $(DEV) model ## what takes minutes
 	$(PY) -m pytest -m slow $(ARGS)
+
+test-tutorial: $(DEV) model ## follow docs/tutorial.md: two to four minutes
+	$(PY) -m pytest -m slow tests/e2e/test_tutorial.py $(ARGS)
 
 # CHAOS_SEED=2 draws other faults, CHAOS_FAULTS=20 fewer of them.
 test-chaos: $(DEV) model ## 200 faults in and between the processes of a cluster, under checked streams: 40 minutes

@@ -284,6 +284,7 @@ FACTS: dict[str, Callable[[Reader], None]] = {
 """What a block's commands must have done, by words in it that no other block has."""
 
 
+@pytest.mark.slow
 @pytest.mark.model
 def test_the_tutorial_does_what_it_says(reader: Reader) -> None:
     """Every block runs, prints what the page shows, and has the effect that the page describes."""
