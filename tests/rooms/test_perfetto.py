@@ -5,33 +5,15 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from moonserve.core.schedule.explain import CandidateRow, Explanation, Stages
+from moonserve.core.schedule.explain import Explanation, Stages
 from moonserve.show.perfetto import chrome_trace
-
-
-def request(name: str, arrived_ms: int, **fields: Any) -> Explanation:
-    """A request that waited 10 ms, prefilled for 100, and decoded for 200 after a hand-over."""
-    stages = Stages(
-        waited_ms=10.0,
-        queue_ms=20.0,
-        load_ms=None,
-        compute_ms=70.0,
-        publish_ms=5.0,
-        prefill_ms=100.0,
-        handover_ms=15.0,
-        decode_ms=200.0,
-        total_ms=330.0,
-    )
-    candidate = CandidateRow("p0", 0, 0, None, 0.0, 18.0, 66.0, 84.0, 84.0)  # type: ignore[arg-type]
-    known: dict[str, Any] = {"prefill": "p0", "decode": "d0", "stages": stages}
-    known |= {"candidates": [candidate], "arrived_ms": arrived_ms} | fields
-    return Explanation(request=name, outcome="stop", why="Because.", **known)
+from tests.support.records import explained_request as request
 
 
 def bars_of(*requests: Explanation) -> list[dict[str, Any]]:
     """The bars, each with the name of its process."""
     events = json.loads(chrome_trace(requests))["traceEvents"]
-    names = {it["pid"]: it["args"]["name"] for it in events if it["ph"] == "M"}
+    names = {it["pid"]: it["args"]["name"] for it in events if it["name"] == "process_name"}
     return [it | {"place": names[it["pid"]]} for it in events if it["ph"] == "X"]
 
 
@@ -54,7 +36,7 @@ def test_requests_at_one_time_have_tracks_of_their_own() -> None:
     """A track is used again once it is free."""
     bars = bars_of(request("a", 0), request("b", 50), request("c", 150))
     tracks = {it["name"]: it["tid"] for it in bars if it["name"].endswith("prefill")}
-    assert tracks == {"a: prefill": 1, "b: prefill": 2, "c: prefill": 1}
+    assert tracks == {"a: prefill": 4, "b: prefill": 5, "c: prefill": 4}, "1 to 3 are the places"
 
 
 def test_what_was_refused_is_a_bar_of_the_conductor_and_what_runs_has_none() -> None:

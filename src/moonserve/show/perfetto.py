@@ -37,15 +37,27 @@ def chrome_trace(requests: Iterable[Explanation]) -> bytes:
         (bar for it in requests for bar in _bars(it)), key=lambda bar: (bar.began_us, bar.name)
     )
     places = {place: number for number, place in enumerate(_places(bars), 1)}
-    events: list[dict[str, Any]] = [
-        {"ph": "M", "name": "process_name", "pid": pid, "args": {"name": place}}
-        for place, pid in places.items()
-    ]
+    events: list[dict[str, Any]] = []
     busy_until: dict[str, list[float]] = {place: [] for place in places}
     for bar in bars:
         track = _free_track(busy_until[bar.place], bar)
-        events += _events(bar, places[bar.place], track)
+        events += _events(bar, places[bar.place], len(places) + 1 + track)
+    for place, pid in places.items():
+        tracks = range(len(places) + 1, len(places) + 1 + len(busy_until[place]))
+        events += _names(place, pid, tracks)
     return msgspec.json.encode({"traceEvents": events, "displayTimeUnit": "ms"})
+
+
+def _names(place: str, pid: int, tracks: Iterable[int]) -> Iterator[dict[str, Any]]:
+    """What a viewer calls a place and its tracks, and where chrome://tracing draws the place.
+
+    No track has the number of a place: a viewer would take it for the main thread of a process.
+    """
+    of = {"ph": "M", "pid": pid}
+    yield {**of, "name": "process_name", "args": {"name": place}}
+    yield {**of, "name": "process_sort_index", "args": {"sort_index": pid}}
+    for number, track in enumerate(tracks, 1):
+        yield {**of, "name": "thread_name", "tid": track, "args": {"name": f"requests {number}"}}
 
 
 def _places(bars: Iterable[_Bar]) -> list[str]:
@@ -66,7 +78,7 @@ def _free_track(busy_until: list[float], bar: _Bar) -> int:
 
 
 def _events(bar: _Bar, pid: int, track: int) -> Iterator[dict[str, Any]]:
-    place = {"ph": "X", "pid": pid, "tid": track + 1, "cat": "request"}
+    place = {"ph": "X", "pid": pid, "tid": track, "cat": "request"}
     yield {**place, "name": bar.name, "ts": bar.began_us, "dur": bar.took_us, "args": bar.about}
     began_us = bar.began_us
     for name, took_us in bar.within:
