@@ -516,6 +516,15 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             "most space of all recordings in that folder; the oldest are deleted",
         ),
     ] = 1 << 30
+    profile_folder: Annotated[
+        str,
+        _flag(
+            "up gateway front conductor worker",
+            "FOLDER",
+            "folder for profiles of this process, which POST /start_profile and /stop_profile make;"
+            " none: it cannot be profiled",
+        ),
+    ] = ""
     otlp_traces_endpoint: Annotated[
         str,
         _flag(

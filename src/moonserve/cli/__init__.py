@@ -23,6 +23,7 @@ _COMMANDS: dict[str, tuple[str, str]] = {
     "ask": ("moonserve.cli.ask:ask", "Stream an answer from a running gateway."),
     "explain": ("moonserve.cli.explain:explain", "Show why a request was placed as it was."),
     "top": ("moonserve.cli.top:top", "Watch a running cluster in the terminal."),
+    "profile": ("moonserve.cli.profile:profile", "Profile the processes of a running cluster."),
     "record": ("moonserve.cli.record:record", "Record the requests of a running gateway."),
     "doctor": ("moonserve.cli.doctor:doctor", "Check that this machine can run moonserve."),
     "model": ("moonserve.cli.model:model", "Fetch and list models."),

@@ -7,6 +7,7 @@ that runs over every implementation.
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
 import msgspec
@@ -101,6 +102,12 @@ class Engine(Protocol):
         Valid for the engine's life. The caller may read a block whose tokens a finished pass has
         computed, and write a block that no running or later pass has written yet.
         """
+
+    async def start_profile(self) -> None:
+        """Record what passes do, until `stop_profile`. Raises BadRequest: it cannot, and why."""
+
+    async def stop_profile(self, file: Path) -> None:
+        """End the recording, between two passes, and write it as a Chrome trace. Raises OSError."""
 
     async def close(self) -> None:
         """Free threads and memory; `run` is not called afterwards."""

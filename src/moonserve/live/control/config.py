@@ -76,6 +76,8 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Folder in which the process that decides records its requests; empty: it records none."""
     record_bytes: Bytes = 1 << 30
     """Most bytes of all recordings in that folder; the oldest are deleted."""
+    profile_folder: str = ""
+    """Folder for profiles of this process; empty: it cannot be profiled."""
     otlp_traces_endpoint: str = ""
     """Where the process that decides exports spans; empty: OpenTelemetry's environment variables
     say it, or none are exported."""

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from hashlib import sha256
+from pathlib import Path
 
 from moonserve.core.engine.batch import Chunk, Pass, PassResult
+from moonserve.core.errors import BadRequest
 from moonserve.core.request import Sampling
 from moonserve.core.schedule.cost import Cost, pass_sample
 from moonserve.core.units import Micros, Tokens
@@ -93,6 +95,16 @@ class FakeEngine:
         size = self.shape.block_bytes
         assert 0 <= index < self.shape.num_blocks
         return self._memory[index * size : (index + 1) * size]
+
+    async def start_profile(self) -> None:
+        """See ports.Engine."""
+        raise BadRequest(
+            "the fake engine computes nothing to profile; start it with --engine torch"
+        )
+
+    async def stop_profile(self, file: Path) -> None:
+        """See ports.Engine."""
+        raise AssertionError("no profile has started")
 
     async def close(self) -> None:
         """Close the engine; it has nothing to free."""

@@ -100,6 +100,7 @@ class TorchEngine:
             initializer=torch.set_num_threads,
             initargs=(threads,),
         )
+        self._profile: torch.profiler.profile | None = None
 
     @classmethod
     def load(
@@ -160,7 +161,8 @@ class TorchEngine:
             asyncio.run_coroutine_threadsafe(layers.reached(layer), loop).result()
 
         hook = None if layers is None else reached
-        return await loop.run_in_executor(self._thread, self._run, work, hook)
+        run = self._run if self._profile is None else self._run_marked
+        return await loop.run_in_executor(self._thread, run, work, hook)
 
     def run_now(self, work: Pass) -> PassResult:
         """Run one pass and wait for it. Benchmarks and tests use it, never on an event loop."""
@@ -186,6 +188,28 @@ class TorchEngine:
             chunk.request: token for chunk, token in zip(inputs.sampling, tokens, strict=True)
         }
         return PassResult(sampled, (time.perf_counter_ns() - begun_ns) // 1000)
+
+    def _run_marked(self, work: Pass, reached: Callable[[int], None] | None = None) -> PassResult:
+        """Run a pass as one bar of the profile: compiled kernels show nothing there themselves."""
+        count = sum(len(chunk.tokens) for chunk in work.chunks)
+        with torch.profiler.record_function(f"pass: {len(work.chunks)} requests, {count} tokens"):
+            return self._run(work, reached)
+
+    async def start_profile(self) -> None:
+        """See ports.Engine. The profiler sees the thread that starts it only: the engine's."""
+        assert self._profile is None, "one profile at a time"
+        profile = torch.profiler.profile(
+            activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True
+        )
+        await asyncio.get_running_loop().run_in_executor(self._thread, profile.start)
+        self._profile = profile
+
+    async def stop_profile(self, file: Path) -> None:
+        """See ports.Engine."""
+        profile, self._profile = self._profile, None
+        assert profile is not None, "a profile has started"
+        await asyncio.get_running_loop().run_in_executor(self._thread, profile.stop)
+        await asyncio.to_thread(profile.export_chrome_trace, str(file))
 
     def _decodes(self, work: Pass) -> bool:
         """Return whether the model's decoder runs this pass."""

@@ -30,6 +30,7 @@ from moonserve.live.http.message import JSON, ErrorReply
 from moonserve.live.openai.headers import MAX_PRIORITY, PRIORITY, TBT, TENANT, TTFT
 from moonserve.live.openai.reply import Reply
 from moonserve.live.openai.request import BodyShape
+from moonserve.live.process.profiles import ProfileAsked, ProfileReply
 from moonserve.live.record.recorder import RecordingStatus
 from moonserve.live.rpc.joins import CONTENT_TYPE, BeatBody, BlocksBody, LeaveBody
 from moonserve.live.store.admin import SegmentsAsked
@@ -123,6 +124,13 @@ OPERATIONS: Mapping[Route, RouteText] = {
     ("GET", "/api/decisions/{request}"): RouteText(
         "Why a request went where it went, and what came of it.", gives=ExplanationReply
     ),
+    ("POST", "/start_profile"): RouteText(
+        "Profile this process; with several fronts at one port, their Conductor.",
+        gives=ProfileReply,
+        asks=ProfileAsked,
+        query={"seconds": "after how long it ends by itself"},
+    ),
+    ("POST", "/stop_profile"): RouteText("End the profile and write it.", gives=ProfileReply),
     ("GET", "/api/tenants"): RouteText("What each tenant used since this process started."),
     ("GET", "/api/targets"): RouteText("The metrics pages of all instances, for Prometheus."),
     ("GET", "/api/segments"): RouteText(

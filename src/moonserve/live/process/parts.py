@@ -29,6 +29,7 @@ from moonserve.live.http.server import (
 )
 from moonserve.live.process.about import About
 from moonserve.live.process.metrics import ProcessKind, ProcessMetrics
+from moonserve.live.process.profiles import LoopProfiler, Profiles
 from moonserve.live.process.supervise import beat, say, stop_event
 from moonserve.live.store.settings import url_of
 
@@ -52,7 +53,7 @@ class Process:
         server, for its log."""
         self.http = http
         self._config = config
-        self._parts = parts
+        self._parts = list(parts)
         self._front = front
         self._guard = guard
         self._name = name
@@ -75,6 +76,8 @@ class Process:
         fallback: serves the paths that no part has; shared: other processes listen there too.
         Raises ConfigError, RegistryError.
         """
+        if not shared:  # else nobody could say which of the processes is profiled
+            self._parts.append(Profiles(self._config.profile_folder, self._name, LoopProfiler()))
         try:
             for part in self._parts:
                 await part.prepare()

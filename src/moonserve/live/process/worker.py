@@ -32,6 +32,7 @@ from moonserve.live.model.catalog import resolve
 from moonserve.live.model.config import load_config
 from moonserve.live.ports import Engine, KVStore
 from moonserve.live.process.metrics import ProcessMetrics
+from moonserve.live.process.profiles import PassProfiler, Profiles
 from moonserve.live.process.supervise import beat, say, stop_event
 from moonserve.live.registry.entries import open_registry
 from moonserve.live.store.client import StoreClient, StoreSettings
@@ -69,12 +70,18 @@ class Worker:
     """A runner that listens; made by `start`, ended by `stop`."""
 
     def __init__(
-        self, runner: Runner, server: Server, info: InstanceInfo, http: HttpClient
+        self,
+        runner: Runner,
+        server: Server,
+        info: InstanceInfo,
+        http: HttpClient,
+        profiles: Profiles,
     ) -> None:
         self.runner = runner
         self.info = info
         self._server = server
         self._http = http
+        self._profiles = profiles
 
     @classmethod
     async def start(
@@ -134,15 +141,17 @@ class Worker:
         )
         guard = Guard(config.token, own_names(config.host, config.advertise_host))
         app = WorkerApp(runner, bench, info, tokenizer, guard, fence)
+        profiles = Profiles(config.profile_folder, config.name, PassProfiler(engine))
         try:
             tls = config.tls.listener() if config.tls else None
-            server = await serve(app.app(), config.host, config.port, "listen", tls=tls)
+            served = app.app(profiles.routes())
+            server = await serve(served, config.host, config.port, "listen", tls=tls)
         except MoonserveError:
             await runner.close()
             raise
         url = url_of(config.advertise_host or config.host, server.port, config.tls)
         app.info = msgspec.structs.replace(info, url=url)
-        return cls(runner, server, app.info, http)
+        return cls(runner, server, app.info, http, profiles)
 
     def load(self) -> InstanceLoad:
         """What a heartbeat reports. Raises EngineFailed once the worker cannot serve any more."""
@@ -153,6 +162,7 @@ class Worker:
     async def stop(self, drain_s: float) -> None:
         """Let running requests finish for `drain_s`, cut the rest, stop the runner."""
         await self._server.stop(drain_s)
+        await self._profiles.stop()
         await self.runner.close()
         await self._http.close()
 

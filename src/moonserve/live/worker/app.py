@@ -30,7 +30,7 @@ from moonserve.live.http.message import (
     error_response,
     json_response,
 )
-from moonserve.live.http.server import App, Handler, Reply
+from moonserve.live.http.server import App, Handler, Reply, Routes
 from moonserve.live.openai import headers
 from moonserve.live.openai.reply import event, reply_head
 from moonserve.live.openai.text import TextStream
@@ -79,8 +79,8 @@ class WorkerApp:
         self._count = itertools.count()
         self._started = int(time.time())
 
-    def app(self) -> App:
-        """The routes."""
+    def app(self, more: Routes | None = None) -> App:
+        """The routes; more: those of other parts of the process."""
         return App(
             {
                 ("POST", "/v1/completions"): self._fenced(self._completions),
@@ -91,6 +91,7 @@ class WorkerApp:
                 ("GET", "/metrics"): self._page,
                 ("GET", "/debug/ledger"): self._ledger,
                 ("GET", "/debug/stages"): self._stages,
+                **(more or {}),
             },
             gate=self._guard,
             name=f"worker {self.info.id}",

@@ -64,5 +64,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Whether other machines may read them in clear."""
     threads: int | None = None
     """For the engine; None: OMP_NUM_THREADS, else every CPU this process may use."""
+    profile_folder: str = ""
+    """Folder for profiles of the engine's passes; empty: it cannot be profiled."""
     drain_s: float = 5.0
     """How long running requests may take to finish after SIGTERM or SIGINT."""
