@@ -334,6 +334,20 @@ def test_without_the_package_the_setting_is_an_error(
     assert "pip install 'moonserve[otel]'" in caplog.text
 
 
+def test_a_damaged_package_is_an_error_that_says_how_to_repair_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Some packages bring old files of opentelemetry-proto, which replace the right ones."""
+    monkeypatch.setitem(sys.modules, "moonserve.live.record.otlp", None)
+
+    async def body() -> None:
+        it = OneConductor("http://127.0.0.1:9/v1/traces")
+        with pytest.raises(ConfigError, match="pip install --force-reinstall"):
+            await it.traces.prepare()
+
+    asyncio.run(body())
+
+
 def test_where_traces_are_off_opentelemetry_is_not_loaded() -> None:
     """Nor its client for HTTP."""
     script = (

@@ -201,6 +201,7 @@ class TorchEngine:
         profile = torch.profiler.profile(
             activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True
         )
+        await asyncio.to_thread(_load_profiler)
         await asyncio.get_running_loop().run_in_executor(self._thread, profile.start)
         self._profile = profile
 
@@ -224,6 +225,12 @@ class TorchEngine:
     async def close(self) -> None:
         """End the engine's thread, after the running pass."""
         self._thread.shutdown(wait=False, cancel_futures=True)
+
+
+def _load_profiler() -> None:
+    """Have torch load what a first profile needs. That takes a second: no pass need wait."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+        pass
 
 
 def _check_memory(num_blocks: int, block_bytes: Bytes) -> None:

@@ -156,11 +156,18 @@ class Traces(ProcessPart):
         return [Figures(self._metrics)]
 
     async def prepare(self) -> None:
-        """Load OpenTelemetry, if traces are on."""
-        if self._settings is not None:
+        """Load OpenTelemetry, if traces are on. Raises ConfigError."""
+        if self._settings is None:
+            return
+        try:
             from moonserve.live.record.otlp import OtlpSender  # only here: it is optional, and slow
-
-            self._sender = OtlpSender(self._settings.endpoint)
+        except ImportError as error:  # packages that bring files of others have damaged it
+            raise ConfigError(
+                f"OpenTelemetry cannot be loaded ({error}); repair it with: pip install"
+                " --force-reinstall opentelemetry-proto 'moonserve[otel]'",
+                FIELD,
+            ) from error
+        self._sender = OtlpSender(self._settings.endpoint)
 
     async def stop(self) -> None:
         """Send what is waiting, for some seconds at most."""
