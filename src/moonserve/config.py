@@ -498,6 +498,15 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             " serve",
         ),
     ] = 60.0
+    wait_ready: Annotated[
+        _Duration,
+        _flag(
+            "up gateway front",
+            "TIME",
+            "longest wait of a new request while no instances that can serve its model are up; then"
+            " it is answered 503. 1us: hardly at all",
+        ),
+    ] = 30_000_000
     record: Annotated[
         str,
         _flag(

@@ -48,6 +48,8 @@ class Outcomes:
         """Everything that must not be."""
         self.longest_silence_s = 0.0
         self.tokens = 0
+        self.ttfts_s: list[float] = []
+        """Of streams that began, in the order of their first tokens."""
 
     def __str__(self) -> str:
         refused = ", ".join(f"{count}x {status}" for status, count in sorted(self.refused.items()))
@@ -111,6 +113,7 @@ class Load:
             "ignore_eos": True, "return_token_ids": True, "stream": True,
         }  # fmt: skip
         one = Checked(wanted)
+        sent_s = time.monotonic()
         lost = self._fronts_lost()
         try:
             await self._read(one, json.dumps(body).encode())
@@ -118,6 +121,8 @@ class Load:
             one.broke = str(error)
         except (MoonserveError, TimeoutError) as error:
             one.complaint = f"hangs: {error}"
+        if one.began_s:
+            self.outcomes.ttfts_s.append(one.began_s - sent_s)
         self._judge(one, self._fronts_lost() > lost)
 
     async def _read(self, one: Checked, body: bytes) -> None:
@@ -169,6 +174,8 @@ class Checked:
         self.complaint = ""
         self.ended = False
         self.longest_silence_s = 0.0
+        self.began_s = 0.0
+        """When its first token came."""
         self._last_s = 0.0
         self._moved_s = 0.0
         """When a token came that shows progress."""
@@ -206,6 +213,7 @@ class Checked:
                 now_s = time.monotonic()
                 if not self._last_s or now_s < self._last_s + _TOGETHER_S:
                     self._moved_s = now_s
+                self.began_s = self.began_s or now_s
                 if self._last_s:
                     self.longest_silence_s = max(self.longest_silence_s, now_s - self._last_s)
                 self._last_s = now_s

@@ -15,6 +15,7 @@ import sys
 import pytest
 
 from tests.chaos.campaign import Options, Report, campaign
+from tests.chaos.rolling import rolling
 
 SEED = int(os.environ.get("CHAOS_SEED", "1"))
 FAULTS = int(os.environ.get("CHAOS_FAULTS", "200"))
@@ -40,6 +41,26 @@ def test_streams_outlive_faults() -> None:
     """A few faults of the main kinds: every stream ends whole, and nothing is left."""
     kinds = ("cut a link", "kill a worker", "half-open a link", "stop a process")
     run(Options(seed=SEED, kinds=kinds, spacing_s=2.0, most_tokens=600, longest_s=2.0))
+
+
+def test_a_rolling_restart_loses_nothing() -> None:
+    """Each worker is drained and started again: no stream has an error, is refused, or waits for
+    one that is away."""
+    roll(rounds=1, fronts=1, clients=6)
+
+
+@pytest.mark.chaos
+def test_a_rolling_restart_of_every_process_loses_nothing() -> None:
+    """Workers, both fronts and the Conductor, three times over."""
+    roll(rounds=3, fronts=2, clients=16)
+
+
+def roll(rounds: int, fronts: int, clients: int) -> None:
+    """Run a rolling restart, and print what came of it."""
+    rolled = asyncio.run(rolling(rounds, fronts, clients))
+    print("", *rolled.lines(), sep="\n")
+    assert rolled.steps == rounds * (4 if fronts == 1 else 5 + fronts)
+    assert not rolled.wrong, "\n".join([*rolled.wrong, rolled.output[-20_000:]])
 
 
 @pytest.mark.chaos

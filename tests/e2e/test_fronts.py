@@ -29,7 +29,9 @@ STREAMS = 16
 @pytest.fixture
 def up() -> Iterator[Up]:
     """A cluster whose gateway is two fronts and the Conductor's process."""
-    cluster = Up("--engine", "fake", "--segment-bytes", "64MiB", "--workers", "2")
+    cluster = Up(
+        "--engine", "fake", "--segment-bytes", "64MiB", "--workers", "2", "--wait-ready", "3s"
+    )
     yield cluster
     cluster.end()
 

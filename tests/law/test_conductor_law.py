@@ -23,6 +23,7 @@ from moonserve.core.schedule.facts import (
     ClientGone,
     Connector,
     DecodeEnded,
+    Draining,
     Fact,
     InstanceInfo,
     InstanceLoad,
@@ -134,7 +135,8 @@ class ConductorMachine(RuleBasedStateMachine):
 
     def able(self) -> bool:
         """Whether instances are there that can serve a request."""
-        return len({view.info.role for view in self.conductor.view.instances.values()}) == 2
+        views = self.conductor.view.instances.values()
+        return len({view.info.role for view in views if not view.drained}) == 2
 
     def check_order(self, actions: list[Action]) -> None:
         """No request is bound while one of higher priority goes on waiting.
@@ -204,6 +206,8 @@ class ConductorMachine(RuleBasedStateMachine):
         """One of role prefill, another decodes."""
         assert action.to.role == "prefill"
         assert not action.decision.joint
+        named = [*(it.instance for it in action.decision.shares), action.decode.id]
+        assert not any(self.conductor.view.instances[name].drained for name in named)
 
     def check_stages(self, action: Prefill) -> None:
         """A group shares out what is not reused, in whole blocks, among unlike instances."""
@@ -255,6 +259,11 @@ class ConductorMachine(RuleBasedStateMachine):
     def leave(self, name: str, stale: bool) -> None:
         """An instance leaves, or a late goodbye of an older epoch arrives."""
         self.step(Left(info(name, "both").id, self.epochs.get(name, 0) - stale))
+
+    @rule(name=st.sampled_from(NAMES), stale=st.booleans(), drains=st.booleans())
+    def drain(self, name: str, stale: bool, drains: bool) -> None:
+        """An operator drains an instance, or takes that back; of an older start it is too late."""
+        self.step(Draining(InstanceId(name), self.epochs.get(name, 0) - stale, drains))
 
     @rule(name=st.sampled_from(NAMES))
     def beat(self, name: str) -> None:

@@ -86,7 +86,9 @@ async def site(
         named = [InstanceSpec(name=it.name, url=it.url, events="off") for it in engines]
         if down:
             named.append(InstanceSpec(name=down, url="http://127.0.0.1:9", events="off"))
-        config = GatewayConfig(model="", port=0, token="t0ken", registry=registry, ready_s=ready_s)
+        config = GatewayConfig(
+            model="", port=0, token="t0ken", registry=registry, ready_s=ready_s, wait_ready=1
+        )
         described = named if specs else []
         gateway: Gateway | ConductorProcess
         if alone:

@@ -688,6 +688,31 @@ def test_idle_connections_do_not_hold_stop_up() -> None:
     run(use)
 
 
+def test_a_server_that_parts_answers_once_more() -> None:
+    """A kept connection gets one more reply, which says that it is the last; new ones get none."""
+
+    async def use(rig: Rig, server: Server, url: str) -> None:
+        ask_once = b"GET / HTTP/1.1\r\nhost: a\r\n\r\n"
+        reader, writer = await raw(server, ask_once)
+        await reader.readuntil(b"hello")
+        idle, other = await raw(server, ask_once)
+        await idle.readuntil(b"hello")
+        stopping = asyncio.create_task(server.stop(30, part_s=0.2))
+        await asyncio.sleep(0.05)
+        with pytest.raises(OSError, match=r"[Rr]efused|Connect call failed"):
+            await asyncio.open_connection("127.0.0.1", server.port)
+        writer.write(ask_once)
+        said = await reader.read()
+        assert b"connection: close" in said
+        assert said.endswith(b"hello")
+        await stopping
+        assert await idle.read() == b""
+        for it in (writer, other):
+            it.close()
+
+    run(use)
+
+
 def test_port_in_use_names_the_field() -> None:
     """A port that is taken is a ConfigError that names the field and the remedy."""
 

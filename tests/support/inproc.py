@@ -199,7 +199,7 @@ async def site(**config: Any) -> AsyncIterator[Site]:
     tuned = {name: config.pop(name) for name in Tuning.__struct_fields__ if name in config}
     tuning = msgspec.structs.replace(LIVE, **tuned)
     settings = GatewayConfig(
-        model=DEFAULT_MODEL, token=TOKEN, tuning=tuning, **{"port": 0, **config}
+        model=DEFAULT_MODEL, token=TOKEN, tuning=tuning, **{"port": 0, "wait_ready": 1, **config}
     )
     async with contextlib.AsyncExitStack() as stack:
         gateway = await Gateway.start(settings)

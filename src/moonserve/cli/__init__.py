@@ -54,6 +54,7 @@ _COMMANDS: dict[str, tuple[str, str]] = {
         "moonserve.cli.fleet:instances",
         "List the instances of a cluster, and its Conductors.",
     ),
+    "drain": ("moonserve.cli.drain:drain", "Give an instance no new work, before it is stopped."),
     "register": ("moonserve.cli.register:register", "Put external engines into a registry."),
     "unregister": ("moonserve.cli.register:unregister", "Take external engines out of a registry."),
     "key": ("moonserve.cli.key:key", "Make, list and revoke the API keys of clients."),

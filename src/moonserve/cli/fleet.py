@@ -65,11 +65,12 @@ class _Listed(msgspec.Struct):
     waiting: int
     free_blocks: int
     heard_ms_ago: float
+    drained: bool = False
 
     def cells(self) -> tuple[str, ...]:
         """The row of the table."""
         numbers = (self.running, self.waiting, self.free_blocks)
-        heard = f"{self.heard_ms_ago / 1_000:.1f} s ago"
+        heard = f"{self.heard_ms_ago / 1_000:.1f} s ago" + (", drained" if self.drained else "")
         return (self.id, self.role, self.model, self.url, *map(str, numbers), heard)
 
 

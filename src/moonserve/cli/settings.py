@@ -194,6 +194,8 @@ def _card(text: str) -> Card:
 def _shown(value: object, flag: Flag) -> str:
     if flag.metavar == "SIZE" and isinstance(value, int):
         return f"{value >> 20}MiB" if value else "none"
+    if flag.metavar == "TIME" and isinstance(value, int):
+        return shown_duration(value)
     if value is None or value == "":
         return "none"
     return f"{value:g}" if isinstance(value, float) else str(value)

@@ -328,7 +328,7 @@ class Conducting(Protocol):
         """The clock of all times that the Conductor uses."""
 
     def instances(self) -> Sequence[InstanceInfo]:
-        """The instances that have joined, in order of id."""
+        """The instances that have joined and get new work, in order of id."""
 
     def known(self, request: RequestId) -> bool:
         """Whether a request of this id was opened here and not closed."""

@@ -187,10 +187,13 @@ def nobody(request: Request, length: Tokens, view: ClusterView, now_us: Micros) 
 
 def _lacking(model: str, view: ClusterView) -> str:
     """Which role of a pair is missing, in words."""
-    roles = [it.info.role for it in view.instances.values() if it.info.model == model]
+    views = [it for it in view.instances.values() if it.info.model == model]
+    roles = [it.info.role for it in views if not it.drained]
     if "prefill" in roles and "decode" in roles:
         return f"no prefill and decode instance for model {model} have a connector in common"
     role = "decode " if "prefill" in roles else "prefill " if "decode" in roles else ""
+    if any(it.drained for it in views):
+        return f"no {role}instance for model {model} gets new work: some are drained"
     return f"no {role}instance for model {model} is alive"
 
 

@@ -43,6 +43,7 @@ from moonserve.core.schedule.facts import (
     CallFailed,
     ClientGone,
     DecodeEnded,
+    Draining,
     InstanceInfo,
     Joined,
     Leading,
@@ -199,6 +200,9 @@ class Conductor:
                     self._end_stage(self._lives[request], fact, now_us)
                 case Adopted():
                     self._adopt(fact, now_us)
+                case Draining():
+                    if self._members.drain(fact):
+                        self._unpark(now_us)
                 case Selected(prefill, decode):
                     self.view.use(prefill, decode)
                 case Tick():

@@ -172,6 +172,17 @@ class Left(_OfInstance, frozen=True, tag=True):
     """Why its calls are aborted; None: it still finishes them."""
 
 
+class Draining(_OfInstance, frozen=True, tag=True):
+    """An operator wants an instance to get no new work, or to get work again.
+
+    It is of effect while this start of the instance is there, or once it joins.
+    """
+
+    rank: ClassVar[int] = 3
+    epoch: int
+    drains: bool = True
+
+
 class Selected(_OfInstance, frozen=True, tag=True):
     """Another gateway asked where to send a request, and got this answer. Nothing is promised.
 
@@ -290,6 +301,7 @@ Fact: TypeAlias = (
     | Beat
     | Leading
     | Left
+    | Draining
     | Selected
     | BlocksStored
     | BlocksRemoved

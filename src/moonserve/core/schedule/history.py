@@ -33,10 +33,11 @@ _FADES = 0.97
 _PER_MS = 1_000
 
 What: TypeAlias = Literal[
-    "join", "epoch", "leave", "loss", "alarm", "alarm_over", "leader", "drain"
+    "join", "epoch", "leave", "loss", "alarm", "alarm_over", "leader", "drain", "resume"
 ]
 """epoch: an instance joined again after a loss. leave: it left in order. leader: this process leads
-from now on, or leads no more. drain: a segment takes no more blocks."""
+from now on, or leads no more. drain: an instance gets no new work, or a segment no more blocks;
+resume: an instance gets work again."""
 
 
 class LaneEvent(msgspec.Struct, frozen=True):

@@ -14,7 +14,7 @@ import msgspec
 
 from moonserve.core.liveness import Liveness
 from moonserve.core.schedule.cost import Cost
-from moonserve.core.schedule.facts import Beat, InstanceInfo, Left
+from moonserve.core.schedule.facts import Beat, Draining, InstanceInfo, Left
 from moonserve.core.schedule.tuning import Tuning
 from moonserve.core.schedule.view import ClusterView, InstanceView
 from moonserve.core.units import InstanceId, Micros
@@ -28,8 +28,9 @@ class MemberChange(msgspec.Struct, frozen=True):
     """An instance came or went."""
 
     instance: InstanceId
-    what: Literal["join", "epoch", "leave", "loss"]
-    """epoch: a new start of it came in place of the earlier one. leave: in order."""
+    what: Literal["join", "epoch", "leave", "loss", "drain", "resume"]
+    """epoch: a new start of it came in place of the earlier one. leave: in order. drain: it gets
+    no new work. resume: it gets work again."""
     why: str = ""
     """Of a loss."""
 
@@ -77,6 +78,13 @@ class Membership:
             what: Literal["leave", "loss"] = "leave" if why is None else "loss"
             self.changes.append(MemberChange(instance, what, why or ""))
         self._view.remove(instance)
+
+    def drain(self, fact: Draining) -> bool:
+        """Take in an operator's order. Returns whether an instance gets other work than before."""
+        changed = self._view.drain(fact.instance, fact.epoch, fact.drains)
+        if changed:
+            self.changes.append(MemberChange(fact.instance, "drain" if fact.drains else "resume"))
+        return changed
 
     def take(self, beat: Beat, now_us: Micros) -> None:
         """Take in a heartbeat."""

@@ -73,6 +73,8 @@ class InstanceView:
         self.load = InstanceLoad(free_blocks=info.kv_blocks)
         self.heard_us = now_us
         """When its last heartbeat came."""
+        self.drained = False
+        """Whether it gets no new work, by an operator's order."""
         self.trust = Trust()
         """How far its claims to hold prefixes are believed."""
         self.kv_tokens = info.kv_blocks * info.namespace.block_size
@@ -733,6 +735,8 @@ class ClusterView:
         """The rack of each segment whose instance reported one."""
         self.doubts: dict[SegmentId, float] = {}
         """The share of a segment's claims that counts, for each one that is not trusted."""
+        self._drained: dict[InstanceId, int] = {}
+        """The epochs of instances that get no new work."""
 
     def check(self) -> None:
         """Recompute every counter of every instance; for tests."""
@@ -767,9 +771,27 @@ class ClusterView:
                 view.kind = other.kind
                 break
         view.turns = self._turns
+        view.drained = self._drained.get(view.info.id) == view.info.epoch
         self.instances[view.info.id] = view
         self.instances = dict(sorted(self.instances.items()))
         self._changed()
+
+    def drain(self, instance: InstanceId, epoch: int, drains: bool) -> bool:
+        """Leave this start of an instance out of all roles, or take it in again; what runs there
+        goes on. Returns whether an instance that has joined changed.
+
+        One that has not joined yet is left out once it does.
+        """
+        if drains:
+            self._drained[instance] = epoch
+        elif self._drained.get(instance) == epoch:
+            del self._drained[instance]
+        view = self.instances.get(instance)
+        if view is None or view.info.epoch != epoch or view.drained == drains:
+            return False
+        view.drained = drains
+        self._changed()
+        return True
 
     def remove(self, instance: InstanceId) -> None:
         """Forget an instance; unknown ones are no error."""
@@ -822,7 +844,11 @@ class ClusterView:
         return role
 
     def _serving(self, model: str, role: str) -> list[InstanceView]:
-        return [view for view in self.instances.values() if serves(view.info, model, role)]
+        return [
+            view
+            for view in self.instances.values()
+            if serves(view.info, model, role) and not view.drained
+        ]
 
     def _keep(self, role: Role) -> None:
         """Its instances note there what changes."""

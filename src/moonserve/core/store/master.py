@@ -194,16 +194,17 @@ class Master:
         """Return the segments to which a copy was started since the last call."""
         return self._copies.drain_new_targets()
 
-    def drain(self, now_us: Micros, segment: SegmentId) -> bool:
+    def drain(self, now_us: Micros, segment: SegmentId, drains: bool = True) -> bool:
         """Place nothing more on a segment, and move its replicas away. False: it is unknown.
 
-        When its stats say that it is empty, it may be unmounted.
+        When its stats say that it is empty, it may be unmounted. drains False: it is used again;
+        copies that are under way still move what they move.
         """
         self._check_recovered(now_us)
         ledger = self._catalog.segments.get(segment)
         if ledger is None:
             return False
-        ledger.draining = True
+        ledger.draining = drains
         self._repair.look_at(ledger.keys())
         self._repair.plan(now_us)
         return True

@@ -17,6 +17,7 @@ from moonserve.core.units import RequestId, Tokens, seconds_to_us
 from moonserve.live.access.terms import ClientTerms
 from moonserve.live.api.exchange import Exchange
 from moonserve.live.api.limiter import Limiter, Limits
+from moonserve.live.api.ready_wait import ReadyWait
 from moonserve.live.drive.calls import Caller, CallLimits, Guesses
 from moonserve.live.drive.engines import Engines, Models
 from moonserve.live.drive.external import EngineCalls, Piece
@@ -57,6 +58,7 @@ class EngineText(Collector):
         self.metrics = RequestMetrics()
         self.metrics.registry.register(self)
         self._models = Models(conductor)
+        self._ready = ReadyWait(self._models.card, self.limits.wait_ready_us)
         prompts = Prompts(self.limits.offload_bytes, self.limits.max_tokenising_bytes)
         self.reader = PromptReader(engines, http, prompts)
         self._caller = Caller(
@@ -108,6 +110,7 @@ class EngineText(Collector):
         trace = begin_trace(http.headers, self._sampling())
         outgoing = ExternalRequest(form, body, trace.headers)
         outgoing.use_salt(terms.salt(outgoing.salt))
+        await self._ready.card(outgoing.model)
         infos = self._models.of(outgoing.model)
         prompt = await self.reader.read_prompt(outgoing, infos, terms.party)
         longest = infos[0].max_len

@@ -17,7 +17,7 @@ import msgspec
 
 from moonserve.core.errors import MoonserveError, NobodyAlive, Overloaded
 from moonserve.core.shares import Party, Shares
-from moonserve.core.units import Bytes, RequestId, Tokens, whole_number
+from moonserve.core.units import Bytes, Micros, RequestId, Tokens, whole_number
 from moonserve.live.drive.metrics import RequestMetrics
 from moonserve.live.http.message import (
     HttpRequest,
@@ -71,6 +71,8 @@ class Limits(msgspec.Struct, frozen=True):
     """Longer prompts are tokenized in a thread of their own, so that other streams go on."""
     max_tokenising_bytes: Bytes = 16 << 20
     """Text that may wait for that thread, which does about 1 MB/s; more is answered 429."""
+    wait_ready_us: Micros = 0
+    """How long a request waits until instances that serve its model are up."""
     shares_ids: bool = False
     """Whether other processes with the same Conductor or engines may get requests with the same
     ids."""

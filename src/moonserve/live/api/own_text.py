@@ -19,6 +19,7 @@ from moonserve.live.access.terms import ClientTerms
 from moonserve.live.api.exchange import Exchange
 from moonserve.live.api.generation import Generation, TextExchange
 from moonserve.live.api.limiter import Limiter, Limits
+from moonserve.live.api.ready_wait import ReadyWait
 from moonserve.live.drive.metrics import RequestMetrics
 from moonserve.live.http.message import HttpRequest
 from moonserve.live.openai import request as openai
@@ -52,6 +53,7 @@ class OwnText:
         self._sampling = sampling
         self._prompts = Prompts(self.limits.offload_bytes, self.limits.max_tokenising_bytes)
         self._live: set[RequestId] = set()
+        self._ready = ReadyWait(self.card, self.limits.wait_ready_us)
 
     def body_shape(self, form: Form) -> BodyShape:
         """See Backend."""
@@ -112,8 +114,9 @@ class OwnText:
     async def _request(
         self, http: HttpRequest, fields: _Fields, terms: ClientTerms, limiter: Limiter
     ) -> Request:
-        """The request for the cluster. Raises BadRequest, ModelNotFound, Overloaded."""
-        card = self.card(fields.model)
+        """The request for the cluster. Raises BadRequest, ModelNotFound, NobodyAlive,
+        Overloaded."""
+        card = await self._ready.card(fields.model)
         tools = self._tools(card.name)
         prompt = await self._prompts.tokens(fields, tools, card.max_len, terms.party)
         rule = self._sampling()

@@ -8,7 +8,7 @@ from typing import Literal
 import msgspec
 
 from moonserve.core.schedule.tuning import Tuning
-from moonserve.core.units import Bytes
+from moonserve.core.units import Bytes, Micros
 from moonserve.live.kubernetes.sources import Source
 from moonserve.live.tls.contexts import ClientAuth, Tls
 
@@ -70,6 +70,8 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True):
     the cluster file, or one pair of workers."""
     ready_s: float = 60.0
     """After this time it answers 200 with those that have joined, if they can serve."""
+    wait_ready: Micros = 30_000_000
+    """How long new requests wait while no instances that serve their model are up."""
     drain_s: float = 30.0
     """How long running requests may take to finish after a signal to stop."""
     record: str = ""

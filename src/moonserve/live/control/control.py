@@ -25,6 +25,7 @@ from moonserve.core.store.words import Terms
 from moonserve.core.units import BlockKey, SegmentId
 from moonserve.live.clock import LoopClock
 from moonserve.live.control.config import GatewayConfig
+from moonserve.live.control.drains import Drains
 from moonserve.live.control.history import Observed
 from moonserve.live.control.in_registry import InRegistry
 from moonserve.live.control.join import Internal
@@ -142,6 +143,7 @@ class Control(ProcessPart):
         self._health = health
         self._internal = Internal(conductor, [model], lambda: self.leadership.term)
         self._api = Api(conductor, pool)
+        self._drains = Drains(conductor, pool, registry)
         self._usage = UsageSums()
         conductor.watch_ended(self._usage.ended)
         self._place: InRegistry | None = None
@@ -175,7 +177,8 @@ class Control(ProcessPart):
 
     def prefixes(self) -> Routes:
         """Path prefixes of the admin API and of the page."""
-        return self._api.prefixes() | ({} if self._page is None else self._page.prefixes())
+        own = self._api.prefixes() | self._drains.prefixes()
+        return own | ({} if self._page is None else self._page.prefixes())
 
     def collectors(self) -> list[Collector]:
         """What the Conductor counts."""
@@ -196,6 +199,7 @@ class Control(ProcessPart):
         """Let the Conductor's time pass, and be found by others. Raises RegistryError."""
         self._ticker = asyncio.create_task(self._tick())
         self._observed.start()
+        self._drains.start()
         if self._place is not None:
             host = self._config.advertise_host or self._config.host
             url = url_of(host, self._port or port, self._config.tls)
@@ -212,6 +216,7 @@ class Control(ProcessPart):
         if self._ticker is not None:
             self._ticker.cancel()
         self._observed.stop()
+        self._drains.stop()
         if self._place is not None:
             await self._place.close()
         self._placement.stop()

@@ -164,7 +164,8 @@ class Observed:
         )
         draining = frozenset(it["id"] for it in segments if it["draining"])
         at_ms = self._now_ms()
-        for name in sorted(draining - self._draining):
+        instances = {view.info.segment for view in self._conductor.views().values()}
+        for name in sorted(draining - self._draining - instances):  # those have their own event
             self._history.happened(LaneEvent(at_ms, "drain", name))
         self._draining = draining
 

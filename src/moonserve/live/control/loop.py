@@ -94,7 +94,8 @@ class ConductorLoop:
         """See ports.Conducting."""
         if self._version != self.core.view.version:
             self._version = self.core.view.version
-            self._infos = [view.info for view in self.core.view.instances.values()]
+            views = self.core.view.instances.values()
+            self._infos = [view.info for view in views if not view.drained]
         return self._infos
 
     # What the Conductor knows: for parts of this process that read. See ports.ClusterRead.

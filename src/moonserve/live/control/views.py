@@ -173,6 +173,7 @@ def instance_row(view: InstanceView, now_us: Micros) -> dict[str, Any]:
     info, trust = view.info, view.trust
     return {
         **{name: getattr(info, name) for name in _SHOWN},
+        "drained": view.drained,
         "heard_ms_ago": (now_us - view.heard_us) / 1_000,
         "running": view.load.running,
         "waiting": view.load.waiting,

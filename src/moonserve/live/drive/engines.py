@@ -20,6 +20,8 @@ from moonserve.live.text.tools import TextTools
 _FRESH_S = 0.2
 """How old the list of instances may be. An instance that left meanwhile is noticed when it is
 called."""
+_REMEMBERED_S = 300.0
+"""How long a model without instances is expected back: requests for it are not 404 meanwhile."""
 
 
 class Engines(Protocol):
@@ -46,21 +48,28 @@ class Models:
     def __init__(self, conductor: Conducting) -> None:
         self._conductor = conductor
         self._by_model: dict[str, list[InstanceInfo]] = {}
+        self._cards: dict[str, ModelCard] = {}
+        """Of models that were asked for since the last look."""
+        self._seen_s: dict[str, float] = {}
+        """When instances of each model were there last."""
         self._until_s = 0.0
 
     def of(self, model: str) -> Sequence[InstanceInfo]:
         """The instances of this model, at least one.
 
-        Raises ModelNotFound, or NobodyAlive if no instance of any model has joined.
+        Raises ModelNotFound; NobodyAlive if its instances, or those of all models, are away.
         """
         found = self._look().get(model) or self._look(0.0).get(model)
-        if found is None:
-            if not self._by_model:
-                raise NobodyAlive("no engine has joined; GET /health returns the reason")
-            known = ", ".join(sorted(self._by_model))
-            message = f"model: {model!r} is not served here; known: {known}"
-            raise ModelNotFound(message, "model", "model_not_found")
-        return found
+        if found is not None:
+            return found
+        reason = "GET /health returns the reason"
+        if not self._by_model:
+            raise NobodyAlive(f"no engine has joined; {reason}")
+        if model in self._seen_s:
+            raise NobodyAlive(f"no instance of model {model} is alive any more; {reason}")
+        known = ", ".join(sorted(self._by_model))
+        message = f"model: {model!r} is not served here; known: {known}"
+        raise ModelNotFound(message, "model", "model_not_found")
 
     def cards(self) -> list[ModelCard]:
         """One card per model, in order of name."""
@@ -68,14 +77,22 @@ class Models:
 
     def card(self, model: str) -> ModelCard:
         """The card of that model. Raises as `of` does."""
-        return _card(model, self.of(model))
+        infos = self.of(model)
+        if model not in self._cards:
+            self._cards[model] = _card(model, infos)
+        return self._cards[model]
 
     def _look(self, fresh_s: float = _FRESH_S) -> dict[str, list[InstanceInfo]]:
         now_s = asyncio.get_running_loop().time()
         if now_s >= self._until_s or not fresh_s:
             self._by_model, self._until_s = {}, now_s + _FRESH_S
+            self._cards.clear()
             for info in self._conductor.instances():
                 self._by_model.setdefault(info.model, []).append(info)
+            self._seen_s.update(dict.fromkeys(self._by_model, now_s))
+            gone = [name for name, at_s in self._seen_s.items() if now_s - at_s > _REMEMBERED_S]
+            for name in gone:
+                del self._seen_s[name]
         return self._by_model
 
 

@@ -65,8 +65,10 @@ _decode_entered = msgspec.msgpack.Decoder(wire.Entered).decode
 class AbsenceLimits(msgspec.Struct, frozen=True):
     """How long requests wait while no Conductor is there, in seconds since it was lost."""
 
-    new_s: float = 3.0
+    new_s: float = 30.0
     """Those that no Conductor has placed."""
+    joins_s: float = 3.0
+    """The same, since a Conductor is there again: until the instances that were there join it."""
     placed_s: float = 30.0
     """Those whose call has ended, and that need another one."""
 
@@ -110,6 +112,8 @@ class RemoteConductor:
         """Requests of API keys that the Conductor has let in."""
         self._grace: asyncio.TimerHandle | None = None
         """Runs while new requests wait, after the loss of a Conductor."""
+        self._absent_s = 0.0
+        """The time of that loss."""
         self._patience: asyncio.TimerHandle | None = None
         """Runs while placed requests wait."""
         self._is_hopeless = False
@@ -301,8 +305,15 @@ class RemoteConductor:
                 self._unsent[request] = None
         if self._grace is None:
             self._settled.clear()
-            self._grace = loop.call_later(self._absence.new_s, self._refuse_unsent)
+            self._absent_s = loop.time()
+        self._let_wait_until(self._absent_s + self._absence.new_s)
         self._patience = loop.call_later(self._absence.placed_s, self._give_up_all)
+
+    def _let_wait_until(self, time_s: float) -> None:
+        """New requests wait, at most until then."""
+        if self._grace is not None:
+            self._grace.cancel()
+        self._grace = asyncio.get_running_loop().call_at(time_s, self._refuse_unsent)
 
     def _stop_waiting(self) -> None:
         for timer in (self._grace, self._patience):
@@ -354,6 +365,8 @@ class RemoteConductor:
         for call in self._calls.values():
             link.notify(call.before())
         self._on_back()
+        if self._grace is not None:
+            self._let_wait_until(asyncio.get_running_loop().time() + self._absence.joins_s)
         if self._patience is not None:
             self._patience.cancel()
         self._patience = None

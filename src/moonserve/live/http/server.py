@@ -67,6 +67,8 @@ _DISCARDED_BYTES_PER_S: Bytes = 16 << 20
 """Of all clients together: many large bodies that nobody wants must not keep the loop busy."""
 _CLEANUP_S = 5.0
 _FLUSH_S = 1.0
+_ACCEPTING_TURNS = 3
+"""Turns of the event loop in which a listener accepts all that waits for it."""
 _NOTICE_S = 0.1
 KEEP_ALIVE_S = 120.0
 """How long a connection may be idle. Clients' pools and most load balancers keep it for less, so
@@ -176,6 +178,8 @@ class Accepted(asyncio.Protocol):
         """Whether this connection has a place of the reserve: it gets one reply."""
         self._closing = False
         """Whether the reply under way is the last."""
+        self._parting = False
+        """Whether the reply to the next request is the last."""
         self._refused = False
         """Whether the client has sent what is not HTTP; all that it sends later is dropped."""
         self._wrong: bytes | None = None
@@ -307,6 +311,10 @@ class Accepted(asyncio.Protocol):
         self._behind.clear()
         if self._request is None or self._switched:
             self.transport.close()
+
+    def part(self) -> None:
+        """Take one more request, whose reply says that it is the last."""
+        self._parting = True
 
     def abort(self) -> None:
         """Close at once and drop unsent bytes."""
@@ -462,7 +470,8 @@ class Accepted(asyncio.Protocol):
         request.address = self._address
         request.arrived_s = self._loop.time()
         request.http_1_0 = old
-        request.keep_alive = not (old or self._reserved) and parser.should_keep_alive()
+        lasts = not (old or self._reserved or self._parting)
+        request.keep_alive = lasts and parser.should_keep_alive()
         request.reserved = self._reserved
         self._parsed = request
         has_body = "transfer-encoding" in headers or headers.get("content-length", "").strip("0 ")
@@ -826,23 +835,31 @@ class Server:
             places.refused,
         )
 
-    async def stop(self, drain_s: float) -> None:
+    async def stop(self, drain_s: float, part_s: float = 0.0) -> None:
         """Refuse new requests, let running ones finish for `drain_s`, then cut them.
 
-        Returns once every handler has ended, or 5 s after the cut at the latest.
+        part_s: for so long, open connections get one more reply each, before idle ones are closed:
+        a client may send its next request just then. Returns once every handler has ended, or 5 s
+        after the cut at the latest.
         """
         connections = self._connections
+        for _ in range(_ACCEPTING_TURNS if part_s else 0):
+            await asyncio.sleep(0)  # accept what has connected: closing would reset it
         self._listener.close()
         if self._path:
             with contextlib.suppress(OSError):
                 os.unlink(self._path)
+        if part_s:
+            for connection in connections.open:
+                connection.part()
+            await self._until_closed(part_s)
         for connection in list(connections.open):
             connection.shutdown()
         if connections.tasks:
             await asyncio.wait(set(connections.tasks), timeout=drain_s)
         running = {task for task in connections.tasks if not task.done()}
         if not running:
-            await self._flush()
+            await self._until_closed(_FLUSH_S)
         for connection in list(connections.open):
             connection.abort()
         if running:
@@ -856,10 +873,10 @@ class Server:
             await asyncio.wait(running, timeout=_CLEANUP_S)
         await self._listener.wait_closed()
 
-    async def _flush(self) -> None:
-        """Give the last replies a second to leave their socket buffers."""
+    async def _until_closed(self, most_s: float) -> None:
+        """Give clients time to read their last replies, and to close."""
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_FLUSH_S):
+            async with asyncio.timeout(most_s):
                 while self._connections.open:
                     self._connections.lost.clear()
                     await self._connections.lost.wait()

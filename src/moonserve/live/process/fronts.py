@@ -15,6 +15,7 @@ from pathlib import Path
 import msgspec
 
 from moonserve.core.errors import ConfigError
+from moonserve.core.units import MICROS_PER_SECOND
 from moonserve.live.api.limiter import METRICS_TYPE
 from moonserve.live.control import page
 from moonserve.live.control.config import GatewayConfig
@@ -27,7 +28,7 @@ from moonserve.live.fronts import wire
 from moonserve.live.fronts.counts import Summed, Sums, families, family_of
 from moonserve.live.fronts.engines import RemoteFleet
 from moonserve.live.fronts.forward import Forward
-from moonserve.live.fronts.remote import RemoteConductor
+from moonserve.live.fronts.remote import AbsenceLimits, RemoteConductor
 from moonserve.live.fronts.road import IN_REGISTRY, road_of
 from moonserve.live.fronts.server import FrontServer
 from moonserve.live.health import Health
@@ -240,7 +241,9 @@ class FrontProcess(Process):
         where = config.conductor if in_registry else config.registry
         needed = in_registry or config.keys == KEYS_IN_REGISTRY
         registry = await open_registry(where if needed else "", config.tls)
-        conductor = RemoteConductor(road_of(config.conductor, config.token, config.tls, registry))
+        road = road_of(config.conductor, config.token, config.tls, registry)
+        absence = AbsenceLimits(new_s=config.wait_ready / MICROS_PER_SECOND)
+        conductor = RemoteConductor(road, absence=absence)
         try:
             welcome = await conductor.start(config.conductor_s)
             text = None

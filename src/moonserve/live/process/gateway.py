@@ -236,6 +236,7 @@ def front_of(
     limits = Limits(
         max_in_flight=config.max_in_flight,
         max_bodies_bytes=max(Limits().max_bodies_bytes, _LARGEST_BODIES * config.max_body_bytes),
+        wait_ready_us=config.wait_ready,
         shares_ids=bool(config.conductor),
     )
     until_us = conductor.now_us() + seconds_to_us(config.ready_s)

@@ -20,6 +20,7 @@ from moonserve.core.schedule.facts import InstanceInfo
 from moonserve.core.schedule.shown import ListedRequest
 from moonserve.live.access.scopes import scope_of
 from moonserve.live.api.front import ModelEntry, ModelList
+from moonserve.live.control.drains import DrainStatus
 from moonserve.live.control.history import HistoryAsked
 from moonserve.live.control.placement_api import PlacementBody, ReleaseBody
 from moonserve.live.control.standby import TermBody
@@ -104,6 +105,13 @@ OPERATIONS: Mapping[Route, RouteText] = {
         "Add or change external engines.", takes=InstanceSpec | list[InstanceSpec]
     ),
     ("DELETE", "/api/instances/{name}"): RouteText("Remove an external engine."),
+    ("GET", "/api/instances/{name}"): RouteText(
+        "Whether an instance is drained, and what it still has.", gives=DrainStatus
+    ),
+    ("POST", "/api/instances/{name}/{order}"): RouteText(
+        "drain: give an instance no new work, and move its blocks away. resume: use it again.",
+        gives=DrainStatus,
+    ),
     ("GET", "/api/decisions"): RouteText(
         "The latest requests, the latest first.",
         gives=list[ListedRequest],

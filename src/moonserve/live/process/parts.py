@@ -34,6 +34,9 @@ from moonserve.live.process.supervise import beat, say, stop_event
 from moonserve.live.store.settings import url_of
 
 INTERNAL_BODY_BYTES: Bytes = 64 << 20
+_PART_S = 1.0
+"""How long clients' connections may each send one more request to a process that leaves a shared
+port."""
 
 
 class Process:
@@ -59,6 +62,7 @@ class Process:
         self._name = name
         self._server: Server | None = None
         self._at_socket: Server | None = None
+        self._shared = False
         if front is not None:
             front.metrics.registry.register(ProcessMetrics(name))
 
@@ -78,6 +82,7 @@ class Process:
         """
         if not shared:  # else nobody could say which of the processes is profiled
             self._parts.append(Profiles(self._config.profile_folder, self._name, LoopProfiler()))
+        self._shared = shared
         try:
             for part in self._parts:
                 await part.prepare()
@@ -123,14 +128,15 @@ class Process:
     async def stop(self, drain_s: float) -> None:
         """Refuse new requests, let running ones finish for `drain_s`, then cut them.
 
-        The server listens until they have ended: workers beat and call the store meanwhile.
+        The server listens until they have ended: workers beat and call the store meanwhile. If
+        other processes listen at its port, it leaves that at once: clients connect to the others.
         """
-        if self._front is not None:
+        if self._front is not None and not self._shared:
             self._front.drain()
             await self._front.idle(drain_s)
         for server in (self._server, self._at_socket):
             if server is not None:
-                await server.stop(0)
+                await server.stop(*((drain_s, _PART_S) if self._shared else (0,)))
         for part in reversed(self._parts):
             await part.stop()
         await self.http.close()

@@ -4,6 +4,7 @@ instances/NAME   InstanceInfo: a moonserve worker, while it lives
 engines/NAME     InstanceSpec: an external engine, put there by its operator
 conductors/NAME  ConductorEntry
 store/master     MasterEntry
+drains/NAME      DrainEntry: an operator wants this instance to get no new work
 leaders/DUTY     LeaderEntry: the process that has a duty, such as conductor, and its term
 terms/DUTY       the highest term so far, as a decimal number
 """
@@ -30,6 +31,7 @@ T = TypeVar("T")
 INSTANCES = "instances/"
 ENGINES = "engines/"
 CONDUCTORS = "conductors/"
+DRAINS = "drains/"
 MASTER = "store/master"
 DUTY = "conductor"
 """The duty of the Conductor that decides,"""
@@ -55,6 +57,12 @@ class MasterEntry(msgspec.Struct, frozen=True):
     """The store's master, if it is a process of its own."""
 
     url: str
+
+
+class DrainEntry(msgspec.Struct, frozen=True):
+    """One start of an instance gets no new work."""
+
+    epoch: int
 
 
 async def open_registry(url: str, tls: Tls | None) -> Registry | None:

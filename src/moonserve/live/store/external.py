@@ -49,6 +49,10 @@ class ExternalPool(Pool):
         """Return 0: Mooncake places its replicas itself."""
         return 0
 
+    async def drain(self, segment: SegmentId, drains: bool) -> bool:
+        """Return False: the pool has no segment that this process knows."""
+        return False
+
     def tick(self) -> None:
         """Nothing to do: Mooncake's master has its own clock."""
 

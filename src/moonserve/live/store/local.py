@@ -82,6 +82,12 @@ class LocalPool(Pool):
         self._pass_events()
         return count
 
+    async def drain(self, segment: SegmentId, drains: bool) -> bool:
+        """See Pool.drain and Master.drain."""
+        known = self.service.run(operations.DRAIN, wire.DrainCall(segment, drains))
+        self._pass_events()
+        return known
+
     def tick(self) -> None:
         """Let time pass at the master; see Pool.tick."""
         self.service.reap()

@@ -149,7 +149,10 @@ CLAIM = Operation(
     lambda master, now_us, it: master.claim(now_us, it.claims, it.removed),
 )
 DRAIN = Operation(
-    "drain", wire.DrainCall, bool, lambda master, now_us, it: master.drain(now_us, it.segment)
+    "drain",
+    wire.DrainCall,
+    bool,
+    lambda master, now_us, it: master.drain(now_us, it.segment, it.drains),
 )
 PUT_START = Operation("put_start", wire.PutStartCall, wire.PutStarted, _put_start)
 PUT_END = Operation(

@@ -37,6 +37,12 @@ class Pool(Protocol):
         See Master.copy. May raise MoonserveError or OSError.
         """
 
+    async def drain(self, segment: SegmentId, drains: bool) -> bool:
+        """Move everything off a segment, or use it again. False: the pool has none of that name.
+
+        May raise MoonserveError or OSError.
+        """
+
     def tick(self) -> None:
         """Let time pass at a master in this process; to be called about twice a second."""
 

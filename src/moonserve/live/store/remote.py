@@ -156,6 +156,10 @@ class RemotePool(Pool):
         call = wire.CopyCall(keys[: wire.MAX_BATCH], to, source)
         return await self._link.call(operations.COPY, call)
 
+    async def drain(self, segment: SegmentId, drains: bool) -> bool:
+        """See Pool.drain and Master.drain."""
+        return await self._link.call(operations.DRAIN, wire.DrainCall(segment, drains))
+
     def move(self, url: str) -> None:
         """Use the master at this URL from now on."""
         self._rpc.move(url)

@@ -115,9 +115,10 @@ class ClaimCall(msgspec.Struct, frozen=True, array_like=True):
 
 
 class DrainCall(msgspec.Struct, frozen=True, array_like=True):
-    """Move everything off a segment and put nothing more onto it."""
+    """Move everything off a segment and put nothing more onto it, or use it again."""
 
     segment: Segment
+    drains: bool = True
 
 
 class PutStartCall(msgspec.Struct, frozen=True, array_like=True):

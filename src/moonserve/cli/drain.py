@@ -1,0 +1,100 @@
+"""`moonserve drain`: give an instance no new work, and say when it may be stopped.
+
+It asks a gateway, front or Conductor over HTTP. The command line alone imports this.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from urllib.parse import quote
+
+import click
+import msgspec
+
+from moonserve.cli.client import URL, Client
+from moonserve.cli.output import json_option, print_json
+from moonserve.core.errors import DeadlineExceeded
+from moonserve.core.units import MICROS_PER_SECOND
+
+_POLL_S = 0.5
+_DEADLINE = "10m"
+
+
+class _Drained(msgspec.Struct):
+    """What the gateway returns, as far as it is read here."""
+
+    instance: str
+    state: str
+    requests: int
+    blocks: int
+
+
+@click.command()
+@click.argument("name")
+@click.option("--wait", is_flag=True, help="Return only when the instance is idle.")
+@click.option("--timeout", default=_DEADLINE, show_default=True, help="Longest wait, such as 90s.")
+@click.option("--resume", is_flag=True, help="Give the instance work again.")
+@click.option(
+    "--url", default=URL, show_default=True, help="Address of a gateway, front or Conductor."
+)
+@json_option
+def drain(name: str, wait: bool, timeout: str, resume: bool, url: str, as_json: bool) -> None:
+    """Give instance NAME no new work, so that it may be stopped without loss.
+
+    Requests that it has go on. Blocks of the store that its segment holds move to other members.
+    `moonserve instances` lists the names. The order holds until NAME is started again.
+
+    \b
+    Examples:
+      moonserve drain d0 --wait && kill $(pgrep -f "worker.*--name d0")
+      moonserve drain d0 --resume
+    """
+    client = Client(url)
+    longest_s = _seconds(timeout)
+    path = f"/api/instances/{quote(name, safe='')}/{'resume' if resume else 'drain'}"
+    status = client.send("POST", path, _Drained)
+    if wait and not resume:
+        # each call repeats the order, also to a store's master that was restarted meanwhile
+        status = _until_idle(lambda: client.send("POST", path, _Drained), status, longest_s)
+    if as_json:
+        print_json(msgspec.structs.asdict(status))
+    else:
+        click.echo(_shown(status))
+
+
+def _seconds(timeout: str) -> float:
+    """Raises ConfigError."""
+    from moonserve.core.errors import ConfigError
+    from moonserve.quantity import parse_duration_us
+
+    try:
+        return parse_duration_us(timeout) / MICROS_PER_SECOND
+    except ValueError as err:
+        raise ConfigError(str(err), "--timeout") from None
+
+
+def _until_idle(ask: Callable[[], _Drained], status: _Drained, longest_s: float) -> _Drained:
+    """The status once the instance is idle. Raises DeadlineExceeded."""
+    end_s = time.monotonic() + longest_s
+    last = ""
+    while status.state != "idle":
+        if time.monotonic() > end_s:
+            raise DeadlineExceeded(
+                f"{_shown(status)} after {longest_s:g} s; a block moves only if another segment has"
+                " room for it"
+            )
+        if (now := _shown(status)) != last:
+            click.echo(now, err=True)
+            last = now
+        time.sleep(_POLL_S)
+        status = ask()
+    return status
+
+
+def _shown(status: _Drained) -> str:
+    if status.state == "serving":
+        return f"{status.instance} gets new work"
+    if status.state == "idle":
+        return f"{status.instance} is idle and may be stopped"
+    return f"{status.instance} still has {status.requests} requests and {status.blocks} blocks"

@@ -1,0 +1,116 @@
+"""New requests while no instance can serve them: they wait in order, and not for ever."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import pytest
+
+from moonserve.core.errors import ModelNotFound, NobodyAlive
+from moonserve.live.api.ready_wait import ReadyWait
+from moonserve.live.ports import ModelCard
+from tests.support.inproc import site
+
+PROMPT = list(range(2, 40))
+UP = ModelCard("m", 100, True)
+DOWN = ModelCard("m", 100, False)
+
+
+class Cards:
+    """The cards of a backend, as they change."""
+
+    def __init__(self, now: ModelCard | Exception) -> None:
+        self.now = now
+        self.looks = 0
+
+    def __call__(self, model: str) -> ModelCard:
+        self.looks += 1
+        if isinstance(self.now, Exception):
+            raise self.now
+        return self.now
+
+
+def run(test: Callable[[], Awaitable[None]]) -> None:
+    """Run a test's coroutine with a deadline."""
+
+    async def main() -> None:
+        async with asyncio.timeout(20):
+            await test()
+
+    asyncio.run(main())
+
+
+def test_a_request_waits_until_its_model_is_up() -> None:
+    """In the order in which requests came, one that comes when others wait included."""
+
+    async def test() -> None:
+        cards = Cards(DOWN)
+        ready = ReadyWait(cards, 10_000_000)
+        went: list[int] = []
+
+        async def ask(number: int) -> None:
+            assert (await ready.card("m")).alive
+            went.append(number)
+
+        asked = [asyncio.create_task(ask(number)) for number in range(50)]
+        await asyncio.sleep(0)
+        cards.now = UP
+        asked.append(asyncio.create_task(ask(50)))
+        await asyncio.gather(*asked)
+        assert went == list(range(51))
+        assert cards.looks < 60, "one look for all that wait for the same model"
+
+    run(test)
+
+
+def test_the_wait_ends() -> None:
+    """With the reason that the backend knows, or with a card: the Conductor knows the reason."""
+
+    async def test() -> None:
+        with pytest.raises(NobodyAlive, match="no engine has joined"):
+            await ReadyWait(Cards(NobodyAlive("no engine has joined")), 60_000).card("m")
+        for wait_us in (0, 60_000):
+            assert await ReadyWait(Cards(DOWN), wait_us).card("m") == DOWN
+
+    run(test)
+
+
+def test_an_unknown_model_is_an_error_at_once_and_later() -> None:
+    """Also if it turns out to be unknown while requests wait."""
+
+    async def test() -> None:
+        unknown = ModelNotFound("not served here", "model")
+        with pytest.raises(ModelNotFound):
+            await ReadyWait(Cards(unknown), 10_000_000).card("m")
+        cards = Cards(DOWN)
+        asked = asyncio.create_task(ReadyWait(cards, 10_000_000).card("m"))
+        await asyncio.sleep(0)
+        cards.now = unknown
+        with pytest.raises(ModelNotFound):
+            await asked
+
+    run(test)
+
+
+def test_requests_outlast_the_restart_of_a_whole_cluster() -> None:
+    """They come before any worker, and are served when a pair has joined; one that leaves does not
+    hold up the others."""
+
+    async def test() -> None:
+        async with site(wait_ready=20_000_000) as at:
+            asked = [asyncio.create_task(at.tokens(PROMPT, 3)) for _ in range(3)]
+            gone = asyncio.create_task(at.tokens(PROMPT, 3))
+            front = at.gateway._front
+            assert front is not None
+            while front.metrics.in_flight < 4:
+                await asyncio.sleep(0.005)
+            gone.cancel()
+            await at.add("p0", "prefill")
+            await asyncio.sleep(0.12)
+            assert not any(task.done() for task in asked), "half a pair serves nobody"
+            await at.add("d0", "decode")
+            assert await asyncio.gather(*asked) == [at.reference(PROMPT, 3)] * 3
+            await at.settle()
+
+    run(test)
