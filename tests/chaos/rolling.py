@@ -60,21 +60,29 @@ class Rolled(msgspec.Struct):
 
 
 async def rolling(
-    rounds: int = 1, fronts: int = 1, clients: int = 16, quiet_s: float = 5
+    rounds: int = 1,
+    fronts: int = 1,
+    clients: int = 16,
+    quiet_s: float = 5,
+    most: int = 120,
+    workers: Sequence[str] = WORKERS,
 ) -> Rolled:
     """Run one rolling restart of everything that can be restarted without loss.
 
     A gateway of one process (`fronts` 1) is the whole gateway, which clients would notice: only
-    workers are restarted then.
+    workers are restarted then. most: tokens of a stream. workers: those that are restarted.
     """
     rolled = Rolled()
     with tempfile.TemporaryDirectory(prefix="rolling-") as name:
         cluster = Cluster(
-            Path(name), "--segment-bytes", "16MiB", "--profile", "a800-loaded", fronts=fronts
+            Path(name), "--segment-bytes", "4MiB", "--profile", "a800-loaded", fronts=fronts
         )
         try:
             await cluster.start()
-            await _roll(cluster, rounds, clients, quiet_s, rolled)
+            load = Load(cluster.url, 1, lambda: 0, most)
+            load.start(clients)
+            await load.until_streams(2 * clients)
+            await _roll(cluster, load, rounds, quiet_s, workers, rolled)
         finally:
             left = await cluster.end()
         rolled.wrong += [f"left behind: {it}" for it in left]
@@ -84,20 +92,24 @@ async def rolling(
 
 
 async def _roll(
-    cluster: Cluster, rounds: int, clients: int, quiet_s: float, rolled: Rolled
+    cluster: Cluster,
+    load: Load,
+    rounds: int,
+    quiet_s: float,
+    workers: Sequence[str],
+    rolled: Rolled,
 ) -> None:
-    load = Load(cluster.url, 1, lambda: 0, most=120)
-    load.start(clients)
-    await load.until_streams(2 * clients)
+    """Restart processes under this load, and reckon up."""
     load.outcomes.ttfts_s.clear()
     await asyncio.sleep(quiet_s)
     rolled.quiet_s = list(load.outcomes.ttfts_s)
     load.outcomes.ttfts_s.clear()
     for _ in range(rounds):
-        for name, pid in sorted(cluster.processes().items(), key=lambda it: it[0] not in WORKERS):
-            if name not in ("supervisor", "gateway"):
-                await _restart(cluster, name, pid)
-                rolled.steps += 1
+        pids = cluster.processes()
+        others = [it for it in pids if it not in (*WORKERS, "supervisor", "gateway")]
+        for name in [*workers, *others]:
+            await _restart(cluster, name, pids[name])
+            rolled.steps += 1
     rolled.rolling_s = list(load.outcomes.ttfts_s)
     await load.stop()
     out = load.outcomes

@@ -11,10 +11,12 @@ import asyncio
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 
 import pytest
 
 from tests.chaos.campaign import Options, Report, campaign
+from tests.chaos.cluster import WORKERS
 from tests.chaos.rolling import rolling
 
 SEED = int(os.environ.get("CHAOS_SEED", "1"))
@@ -44,22 +46,22 @@ def test_streams_outlive_faults() -> None:
 
 
 def test_a_rolling_restart_loses_nothing() -> None:
-    """Each worker is drained and started again: no stream has an error, is refused, or waits for
-    one that is away."""
-    roll(rounds=1, fronts=1, clients=6)
+    """A worker of each role is drained and started again: no stream has an error, is refused, or
+    waits for one that is away."""
+    roll(rounds=1, fronts=1, clients=6, workers=("p0", "d0"))
 
 
 @pytest.mark.chaos
 def test_a_rolling_restart_of_every_process_loses_nothing() -> None:
     """Workers, both fronts and the Conductor, three times over."""
-    roll(rounds=3, fronts=2, clients=16)
+    roll(rounds=3, fronts=2, clients=16, workers=WORKERS)
 
 
-def roll(rounds: int, fronts: int, clients: int) -> None:
+def roll(rounds: int, fronts: int, clients: int, workers: Sequence[str]) -> None:
     """Run a rolling restart, and print what came of it."""
-    rolled = asyncio.run(rolling(rounds, fronts, clients))
+    rolled = asyncio.run(rolling(rounds, fronts, clients, 3.0, 40, workers))
     print("", *rolled.lines(), sep="\n")
-    assert rolled.steps == rounds * (4 if fronts == 1 else 5 + fronts)
+    assert rolled.steps == rounds * (len(workers) + (0 if fronts == 1 else 1 + fronts))
     assert not rolled.wrong, "\n".join([*rolled.wrong, rolled.output[-20_000:]])
 
 

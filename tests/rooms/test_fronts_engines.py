@@ -52,7 +52,12 @@ class Site:
             )
         stack.push_async_callback(self.http.close)
         self.config = GatewayConfig(
-            model="", port=0, token=TOKEN, keys=keys, socket=str(path / "link")
+            model="",
+            port=0,
+            token=TOKEN,
+            keys=keys,
+            socket=str(path / "link"),
+            wait_ready=3_000_000,
         )
         self.kept = path / "engines"
         self.conductor = await ConductorProcess.start(self.config, specs, self.kept)
