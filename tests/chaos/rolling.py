@@ -37,10 +37,8 @@ class Rolled(msgspec.Struct):
     """What a rolling restart did to the clients."""
 
     steps: int = 0
-    quiet_s: list[float] = []
-    """Times to the first token without restarts."""
-    rolling_s: list[float] = []
-    """The same while processes were restarted."""
+    ttfts_s: dict[str, list[float]] = {}
+    """Times to the first token by what was restarted meanwhile."""
     summary: str = ""
     wrong: list[str] = []
     output: str = ""
@@ -48,14 +46,15 @@ class Rolled(msgspec.Struct):
     def lines(self) -> list[str]:
         """For people."""
         shown = [f"{self.steps} processes restarted; {self.summary}"]
-        for name, times_s in (("without restarts", self.quiet_s), ("during them", self.rolling_s)):
-            cuts = statistics.quantiles(times_s, n=100)
+        quiet_ms = 0.0
+        for what, times_s in self.ttfts_s.items():
+            mean_ms = 1e3 * statistics.mean(times_s)
+            quiet_ms = quiet_ms or mean_ms
+            p50_s, p90_s = statistics.quantiles(times_s, n=10)[4::4]
             shown.append(
-                f"TTFT {name}: {len(times_s)} streams, mean {1e3 * statistics.mean(times_s):.0f}"
-                f" ms, p50 {1e3 * cuts[49]:.0f}, p90 {1e3 * cuts[89]:.0f}, p99 {1e3 * cuts[98]:.0f}"
+                f"TTFT, {what}: {len(times_s)} streams, mean {mean_ms:.0f} ms"
+                f" ({mean_ms / quiet_ms - 1:+.0%}), p50 {1e3 * p50_s:.0f}, p90 {1e3 * p90_s:.0f}"
             )
-        change = statistics.mean(self.rolling_s) / statistics.mean(self.quiet_s) - 1
-        shown.append(f"mean TTFT {change:+.0%}")
         return shown
 
 
@@ -100,17 +99,19 @@ async def _roll(
     rolled: Rolled,
 ) -> None:
     """Restart processes under this load, and reckon up."""
-    load.outcomes.ttfts_s.clear()
+    times_s = load.outcomes.ttfts_s
+    times_s.clear()
     await asyncio.sleep(quiet_s)
-    rolled.quiet_s = list(load.outcomes.ttfts_s)
-    load.outcomes.ttfts_s.clear()
+    rolled.ttfts_s["nothing restarts"] = list(times_s)
     for _ in range(rounds):
         pids = cluster.processes()
         others = [it for it in pids if it not in (*WORKERS, "supervisor", "gateway")]
         for name in [*workers, *others]:
+            times_s.clear()
             await _restart(cluster, name, pids[name])
+            kind = "workers" if name in WORKERS else name.rstrip("0123456789")
+            rolled.ttfts_s.setdefault(f"{kind} restart", []).extend(times_s)
             rolled.steps += 1
-    rolled.rolling_s = list(load.outcomes.ttfts_s)
     await load.stop()
     out = load.outcomes
     rolled.summary = str(out)

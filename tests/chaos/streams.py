@@ -113,7 +113,6 @@ class Load:
             "ignore_eos": True, "return_token_ids": True, "stream": True,
         }  # fmt: skip
         one = Checked(wanted)
-        sent_s = time.monotonic()
         lost = self._fronts_lost()
         try:
             await self._read(one, json.dumps(body).encode())
@@ -121,8 +120,6 @@ class Load:
             one.broke = str(error)
         except (MoonserveError, TimeoutError) as error:
             one.complaint = f"hangs: {error}"
-        if one.began_s:
-            self.outcomes.ttfts_s.append(one.began_s - sent_s)
         self._judge(one, self._fronts_lost() > lost)
 
     async def _read(self, one: Checked, body: bytes) -> None:
@@ -136,7 +133,9 @@ class Load:
                 one.take_refusal(await reply.read())
                 return
             async for event in sse_events(reply):
-                self.outcomes.began += one.take(event)
+                if one.take(event):
+                    self.outcomes.began += 1
+                    self.outcomes.ttfts_s.append(time.monotonic() - one.sent_s)
             one.ended = True
 
     def _judge(self, one: Checked, front_lost: bool) -> None:
@@ -166,6 +165,7 @@ class Checked:
 
     def __init__(self, wanted: list[int]) -> None:
         self.wanted = wanted
+        self.sent_s = time.monotonic()
         self.status = 0
         self.count = 0
         self.finish: str | None = None
@@ -174,8 +174,6 @@ class Checked:
         self.complaint = ""
         self.ended = False
         self.longest_silence_s = 0.0
-        self.began_s = 0.0
-        """When its first token came."""
         self._last_s = 0.0
         self._moved_s = 0.0
         """When a token came that shows progress."""
@@ -213,7 +211,6 @@ class Checked:
                 now_s = time.monotonic()
                 if not self._last_s or now_s < self._last_s + _TOGETHER_S:
                     self._moved_s = now_s
-                self.began_s = self.began_s or now_s
                 if self._last_s:
                     self.longest_silence_s = max(self.longest_silence_s, now_s - self._last_s)
                 self._last_s = now_s
