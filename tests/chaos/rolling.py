@@ -109,8 +109,8 @@ async def _roll(
         for name in [*workers, *others]:
             times_s.clear()
             await _restart(cluster, name, pids[name])
-            kind = "workers" if name in WORKERS else name.rstrip("0123456789")
-            rolled.ttfts_s.setdefault(f"{kind} restart", []).extend(times_s)
+            kind = "workers restart" if name in WORKERS else "Conductor and fronts restart"
+            rolled.ttfts_s.setdefault(kind, []).extend(times_s)
             rolled.steps += 1
     await load.stop()
     out = load.outcomes
