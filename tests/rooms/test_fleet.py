@@ -134,6 +134,23 @@ def test_a_mismatch_is_refused_by_name(
     run(body)
 
 
+@pytest.mark.parametrize(("connector", "hints"), [("mooncake", True), ("nixl", False)])
+def test_an_engine_that_does_not_come_up_may_lack_a_library(connector: Any, hints: bool) -> None:
+    """vLLM's mooncake connector ends without it, and its log does not name it."""
+
+    async def body() -> None:
+        async with rig() as it:
+            spec = InstanceSpec(
+                name="a", url="http://127.0.0.1:1", role="decode", connector=connector
+            )
+            await it.fleet.add("test", spec)
+            await it.until(lambda: it.monitor("a").why)
+            found = [said for said in it.fleet.alarms() if said.startswith("a: asking")]
+            assert ["apt install libibverbs1" in said for said in found] == [hints]
+
+    run(body)
+
+
 def test_a_bug_keeps_no_engine_out_for_ever() -> None:
     """The engine is given up with an alarm, and asked again; then its events are followed."""
     opened: list[str] = []

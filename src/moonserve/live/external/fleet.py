@@ -294,7 +294,8 @@ class Fleet:
         for _, monitor in self.monitors():
             name = monitor.member.spec.name
             if monitor.state != "up":
-                found.append(f"{name}: {monitor.state}: {monitor.why or 'not asked yet'}")
+                why = monitor.why or "not asked yet"
+                found.append(f"{name}: {monitor.state}: {why}{_may_lack(monitor)}")
             elif monitor.facts is not None:
                 for text in monitor.facts.warnings:
                     warned.setdefault(text, []).append(name)
@@ -343,6 +344,16 @@ class Fleet:
         views = self._conductor.views()
         feeds = [it for _, monitor in self.monitors() for it in monitor.feeds if it in views]
         return bool(feeds) and self._conductor.placed > 0 and not self._conductor.index_blocks()
+
+
+def _may_lack(monitor: EngineMonitor) -> str:
+    """What an engine that never came up may lack, as a further clause; mostly nothing."""
+    if monitor.state == "asking" and monitor.why and monitor.member.spec.connector == "mooncake":
+        return (
+            "; if its log says `Engine core initialization failed`, its host may lack"
+            " libibverbs.so.1 (on Debian and Ubuntu: apt install libibverbs1)"
+        )
+    return ""
 
 
 def _several(names: list[str]) -> str:
