@@ -52,7 +52,9 @@ def test_requests_go_on_while_a_page_is_made() -> None:
 
     async def main() -> None:
         asyncio.get_running_loop().call_soon(order.append, "request")
-        await exposed(families())
+        turn = exposition.Turn()
+        await exposed(families(), turn)
+        assert turn.worked_s >= exposition._TURN_S  # after it, a scrape pauses in proportion
 
     asyncio.run(main())
     assert order.index("request") < order.index("c")

@@ -19,6 +19,7 @@ from moonserve.core.errors import MoonserveError, NobodyAlive, Overloaded
 from moonserve.core.shares import Party, Shares
 from moonserve.core.units import Bytes, Micros, RequestId, Tokens, whole_number
 from moonserve.live.drive.metrics import RequestMetrics
+from moonserve.live.exposition import Turn
 from moonserve.live.http.message import (
     HttpRequest,
     Response,
@@ -223,9 +224,9 @@ class Limiter:
     async def metrics_text(self, request: HttpRequest) -> Response:
         """GET /metrics. Clients take turns, and most of the time belongs to other requests."""
         await self._rendering.begin(Party("", network(request.address)), 1)
-        loop = asyncio.get_running_loop()
-        began_s = loop.time()
+        turn = Turn()
         try:
-            return Response(body=await self.metrics.text(), content_type=METRICS_TYPE)
+            return Response(body=await self.metrics.text(turn), content_type=METRICS_TYPE)
         finally:
-            loop.call_later(_PAUSES * (loop.time() - began_s), self._rendering.end)
+            pause_s = _PAUSES * turn.worked_s
+            asyncio.get_running_loop().call_later(pause_s, self._rendering.end)

@@ -20,7 +20,7 @@ from prometheus_client.metrics_core import (
 )
 from prometheus_client.registry import Collector
 
-from moonserve.live.exposition import exposed
+from moonserve.live.exposition import Turn, exposed
 
 _TTFT_BOUNDS_S = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100)
 _TBT_BOUNDS_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5)
@@ -73,9 +73,9 @@ class RequestMetrics(Collector):
         self.registry = CollectorRegistry(auto_describe=False)
         self.registry.register(self)
 
-    async def text(self) -> bytes:
+    async def text(self, turn: Turn | None = None) -> bytes:
         """All metrics of the registry in Prometheus's text format."""
-        return await exposed(self.registry.collect())
+        return await exposed(self.registry.collect(), turn)
 
     def collect(self) -> Iterable[Metric]:
         """Called by the registry."""
