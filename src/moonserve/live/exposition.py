@@ -23,13 +23,18 @@ class Turn:
 
     def __init__(self) -> None:
         self._since_s = time.perf_counter()
-        self.worked_s = 0.0
-        """How long the work took until the loop was given back last, without the turns of others."""
+        self._before_s = 0.0
+        """How long the work took before the loop was given back last."""
+
+    @property
+    def worked_s(self) -> float:
+        """How long the work has taken, without the turns of others."""
+        return self._before_s + time.perf_counter() - self._since_s
 
     async def over(self) -> None:
         """Go on, or let others run first."""
         if time.perf_counter() - self._since_s > _TURN_S:
-            self.worked_s += time.perf_counter() - self._since_s
+            self._before_s = self.worked_s
             await asyncio.sleep(0)
             self._since_s = time.perf_counter()
 
