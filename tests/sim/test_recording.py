@@ -211,7 +211,7 @@ def test_too_few_requests_are_no_fit() -> None:
     """The error says how many there are, and how many are needed."""
     of = cluster()
     rows = [recorded(one, of) for one in run(of, TRUTH, synthesize(7, 5, 0.8, SHAPE, BLOCK))]
-    with pytest.raises(ConfigError, match=r"mine: has 5 requests .* a fit needs 8"):
+    with pytest.raises(ConfigError, match=r"mine: has 5 requests .* a fit needs 8: serve more"):
         fit_profile("mine", of, rows)
 
 
@@ -309,7 +309,14 @@ def test_a_recording_that_cannot_be_taken_so_says_why(folder: Path) -> None:
     assert f"{file}: is none that --record has written" in simulate(folder, code=2).output
     lame = msgspec.structs.replace(cluster(), instances=cluster().instances[:1])
     file.write_bytes(msgspec.json.encode(lame))
-    assert "only prefill" in simulate(folder, code=2).output
+    other = simulate(folder)
+    assert "warning: the recorded cluster has not both roles" in other.stderr
+    assert "8 prefill + 8 decode" in other.stdout
+    assert "has not both roles" in simulate(folder, "--profile", folder, code=2).output
+    sizeless = msgspec.structs.replace(cluster().instances[0], block_bytes=0)
+    lame = msgspec.structs.replace(cluster(), instances=[sizeless, *cluster().instances[1:]])
+    file.write_bytes(msgspec.json.encode(lame))
+    assert "does not say its sizes, p0" in simulate(folder).stderr
     file.unlink()
     assert "2 prefill + 2 decode" in simulate(folder, "--prefill", "2", "--decode", "2").stdout
     assert "--compare: needs a recording" in simulate(folder, "--compare", code=2).output

@@ -176,6 +176,9 @@ def simulate(
         cprofile=cprofile,
     )
     recording = read_recording(input_path(trace))
+    if recording is not None and recording.why_not:
+        click.echo(f"warning: the recorded cluster {recording.why_not}; see the options", err=True)
+        recording = None
     if compare and (recording is None or speed != 1.0):
         raise ConfigError("needs a recording of this version, at its own speed", "--compare")
     values = _values(**cluster) if recording is None else _as_recorded(recording, cluster)
@@ -231,6 +234,7 @@ def _idle(
     no_overlap: bool,
     prefill_seqs: int,
     eviction: str,
+    cpp: int,
     **_: object,
 ) -> Iterator[str]:
     """Options that were given but change nothing in combination with the others."""
@@ -241,9 +245,9 @@ def _idle(
         yield f"--threshold changes nothing: policy {setup.tuning.policy} does not use it"
     if setup.cache_blocks is None and eviction != "lru":
         yield "--eviction changes nothing: an infinite cache never evicts"
-    if setup.tuning.cpp > 1 and not setup.profile.layers:
+    if cpp > 1 and not setup.profile.layers:
         yield f"--cpp changes nothing: profile {setup.profile.name} does not say its layers"
-    elif setup.tuning.cpp > 1 and setup.mixed:
+    elif cpp > 1 and setup.mixed:
         yield "--cpp plans for --mixed instances as if they did not decode: it plans too fast"
     for option, given in (
         ("--no-overlap", no_overlap),

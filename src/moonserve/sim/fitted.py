@@ -185,7 +185,10 @@ def fit_profile(name: str, cluster: RecordedCluster, rows: Iterable[Explanation]
     found = [one for row in rows if (one := _Served.of(row, connector)) is not None]
     served = [one for one in found if one.row.prefill in instances and one.row.decode in instances]
     if len(served) < LEAST_ROWS:
-        what = f"has {len(served)} requests served by these instances; a fit needs {LEAST_ROWS}"
+        what = (
+            f"has {len(served)} requests that these instances served; a fit needs {LEAST_ROWS}: "
+            "serve more of them, or simulate with another --profile"
+        )
         raise ConfigError(what, name)
     served.sort(key=lambda one: one.arrived_us)
     return _Fit(served[-_MOST_ROWS:], instances).profile(name)

@@ -27,8 +27,22 @@ class Recording(msgspec.Struct, frozen=True):
     cluster: RecordedCluster
     rows: list[RecordedRequest]
 
+    @property
+    def why_not(self) -> str:
+        """Why its cluster cannot be simulated; empty: it can."""
+        instances = self.cluster.instances
+        if {it.role for it in instances} not in ({"both"}, {"prefill", "decode"}):
+            return "has not both roles, or mixed instances beside them"
+        for it in instances:
+            sizes = (it.block_size, it.block_bytes, it.kv_blocks, it.max_seqs, it.chunk_tokens)
+            if min(sizes) < 1:
+                return f"has an instance that does not say its sizes, {it.id}"
+        return ""
+
     def profile(self) -> Profile:
         """What its instances cost. Raises ConfigError: it has too few requests."""
+        if self.why_not:
+            raise ConfigError(self.why_not, self.where)
         return fit_profile(self.where, self.cluster, self.rows)
 
     def setup(self, profile: Profile) -> Setup:
@@ -52,7 +66,6 @@ def read_recording(path: Path) -> Recording | None:
         raise ConfigError(f"cannot be read: {err.strerror}", str(file)) from None
     except UNREADABLE as err:
         raise ConfigError(f"is none that --record has written: {err}", str(file)) from None
-    _check(cluster, str(file))
     rows = sorted(recorded_requests(path), key=attrgetter("timestamp"))
     if not rows:
         raise ConfigError("has no requests", str(path))
@@ -92,15 +105,3 @@ def setup_of_cluster(cluster: RecordedCluster, profile: Profile, block_size: Tok
         first_token="prefill" if embedded else "decode",
         overlap=False,
     )
-
-
-def _check(cluster: RecordedCluster, where: str) -> None:
-    """Raise ConfigError if it cannot be simulated."""
-    roles = {it.role for it in cluster.instances}
-    if roles not in ({"both"}, {"prefill", "decode"}):
-        what = "has instances that only prefill or only decode, or both kinds and mixed ones"
-        raise ConfigError(f"{what}; name a --profile and a split", where)
-    for it in cluster.instances:
-        sizes = (it.block_size, it.block_bytes, it.kv_blocks, it.max_seqs, it.chunk_tokens)
-        if min(sizes) < 1:
-            raise ConfigError(f"instance {it.id} does not say its sizes; name a --profile", where)
