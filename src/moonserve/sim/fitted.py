@@ -30,6 +30,7 @@ from moonserve.core.units import InstanceId, Tokens
 Times = NDArray[np.float64]
 Number = TypeVar("Number", float, Times)
 Span: TypeAlias = tuple[float, float]
+OneT = TypeVar("OneT")
 SpanT = TypeVar("SpanT", bound=tuple[float, ...])
 
 LEAST_ROWS = 8
@@ -38,6 +39,8 @@ _MOST_ROWS = 2_000
 """Requests that a fit reads, the last ones: more take long and change nothing."""
 _ALONE = 0.02
 """A request met nobody at its instance if others shared less of its time than this."""
+_UNSURE_US = 30e3
+"""When a pass began and ended is known about as well as this."""
 _COLD_AFTER_US = (0.0, 250e3, 500e3, 1e6, 2e6, 4e6, 8e6)
 """Values of Profile.cold_after_us that are tried."""
 _BETTER = 0.9
@@ -109,12 +112,24 @@ class _StageFit:
 
     @property
     def error(self) -> float:
-        """The sum of the squares of the samples' errors, each as a share of what is predicted."""
+        """The sum over samples of the squared logarithm of measured over predicted: twice and half
+        as long are equally wrong."""
         if not self._samples:
             return 0.0
         predicted = np.array([it for it, _ in self._samples]) @ np.array(self.coefficients)
         took_us = np.array([it for _, it in self._samples])
-        return float((((took_us - predicted) / predicted) ** 2).sum())
+        return float((np.log(took_us / np.maximum(1.0, predicted)) ** 2).sum())
+
+
+class _Together(msgspec.Struct, frozen=True):
+    """Requests of one instance that shared passes, or one that had its own."""
+
+    first: int
+    """The number of the first of them."""
+    begin_us: float
+    end_us: float
+    features: tuple[int, ...]
+    """Of all their passes; see cost.prefill_features."""
 
 
 class _Served(msgspec.Struct, frozen=True):
@@ -207,11 +222,10 @@ class _Fit:
         self._chunk = min(it.chunk_tokens for it in instances.values() if it.role != "decode")
         self._activity = _Activity(served)
         self._idle_us = np.array([self._activity.idle_us(one.arrived_us) for one in served])
+        self._together = _together(served, self._chunk)
         prefills = _loads(_spans(served, lambda it: it.row.prefill, _called))
         self._decodes = _loads(_spans(served, lambda it: it.row.decode, _decoding))
-        self._is_apart = [_is_apart(one, prefills, self._chunk) for one in served]
-        if sum(self._is_apart) < LEAST_ROWS:
-            self._is_apart = [True] * len(served)
+        self._is_apart = {one.row.request for one in served if _is_apart(one, prefills)}
         self._cold_after_us = self._best_cold()
         self._cores = self._best_cores()
         self._cold_after_us = self._best_cold()
@@ -241,9 +255,9 @@ class _Fit:
             link_bytes_per_s=1e6 * token_bytes / max(1e-6, per_token_us),
             kv_tokens=min(it.kv_blocks * it.block_size for it in decodes),
             load_base_us=load_us,
-            arrive=self._line(lambda it: it.prompt, lambda it: it.stages.waited_ms),
+            arrive=self._line(lambda it: it.prompt, lambda it: it.stages.waited_ms, self._apart),
             call=self._line(lambda it: it.prompt, lambda it: it.stages.call_ms),
-            turn=self._line(lambda it: it.prompt, lambda it: it.stages.queue_ms),
+            turn=self._line(lambda it: it.prompt, lambda it: it.stages.queue_ms, self._apart),
             own_load=own_load,
             publish=self._line(_computed, lambda it: it.stages.publish_ms),
             decode_call=Overhead(take.base_us - load_us if apart else take.base_us),
@@ -278,15 +292,15 @@ class _Fit:
         return _best(errors)
 
     def _prefills(self) -> _StageFit:
-        """Passes, computed tokens, their squares, tokens before them, and the cold, of prefills."""
+        """Passes, computed tokens, their squares, tokens before them, and the cold. Prefills that
+        shared passes are one sample: they took so long together."""
         prior = _PREFILL if self._cold_after_us else (*_PREFILL[:4], 0.0)
         line = _StageFit(prior, (1.0, 1e3, 1e6, 1e3, 1.0))
         slowed = self._activity.slowed(self._cores)
-        for one, apart, cold in zip(self._served, self._is_apart, self._cold(), strict=True):
-            took_us = one.computed_us[1] - one.computed_us[0]
-            if apart and took_us > 0 and one.prompt > one.cached:
-                features = prefill_features(one.prompt, one.cached, self._chunk)
-                line.add((*features, float(cold)), took_us / slowed(*one.computed_us))
+        colds = self._cold()
+        for them in self._together:
+            took_us = (them.end_us - them.begin_us) / slowed(them.begin_us, them.end_us)
+            line.add((*them.features, float(colds[them.first])), took_us)
         return line
 
     def _steps(self) -> _StageFit:
@@ -316,6 +330,10 @@ class _Fit:
         return (seqs / steps, context / steps) if steps else (0.0, 0.0)
 
     # Other stages.
+
+    def _apart(self, one: _Served) -> bool:
+        """Whether it waited for no other prefill."""
+        return one.row.request in self._is_apart
 
     def _loads(self, one: _Served) -> bool:
         return one.cached > 0
@@ -354,14 +372,13 @@ class _Fit:
         when: Callable[[_Served], Span] = lambda one: (one.arrived_us, one.prefilled_us),
         cold: bool = True,
     ) -> Overhead:
-        """One stage, of the requests that met no other prefill at their instance; when: the time
-        that it took, with others' work on the same cores."""
+        """One stage of some requests; when: the time of it, with others' work on the same cores."""
         is_cold = cold and self._cold_after_us > 0
         slowed = self._activity.slowed(self._cores)
         line = _StageFit(_OVERHEAD if is_cold else (*_OVERHEAD[:2], 0.0), (1.0, 1e3, 1.0))
-        for one, apart, how_cold in zip(self._served, self._is_apart, self._cold(), strict=True):
+        for one, how_cold in zip(self._served, self._cold(), strict=True):
             took = took_ms(one)
-            if apart and only(one) and took is not None:
+            if only(one) and took is not None:
                 took_us = 1e3 * took / slowed(*when(one))
                 line.add((1.0, tokens(one), float(how_cold)), took_us)
         return Overhead(*line.coefficients) if line.count >= LEAST_ROWS else Overhead()
@@ -399,9 +416,9 @@ def _loads(spans: Mapping[InstanceId, list[tuple[float, float, float]]]) -> dict
 
 
 def _spans(
-    served: Sequence[_Served],
-    instance: Callable[[_Served], InstanceId | None],
-    span: Callable[[_Served], SpanT | None],
+    served: Sequence[OneT],
+    instance: Callable[[OneT], InstanceId | None],
+    span: Callable[[OneT], SpanT | None],
 ) -> dict[InstanceId, list[SpanT]]:
     """When each instance had something to do."""
     spans: dict[InstanceId, list[SpanT]] = {}
@@ -417,17 +434,44 @@ def _step_us(step: Sequence[float], seqs: Number, context: Number) -> Number:
     return base + per_seq * seqs + per_context * context
 
 
-def _is_apart(one: _Served, prefills: Mapping[InstanceId, _Load], chunk: Tokens) -> bool:
-    """Whether its passes were its own: it met no other prefill at its instance.
+def _together(served: Sequence[_Served], chunk: Tokens) -> list[_Together]:
+    """The prefills that shared passes: their times overlap by more than the clocks err."""
+    found: list[_Together] = []
+    by_instance = _spans(
+        list(range(len(served))), lambda at: served[at].row.prefill, lambda at: (at,)
+    )
+    for them in by_instance.values():
+        numbers = sorted((at for (at,) in them), key=lambda at: served[at].computed_us)
+        groups: list[list[int]] = []
+        end_us = 0.0
+        for at in numbers:
+            begin, end = served[at].computed_us
+            if served[at].prompt <= served[at].cached or end <= begin:
+                continue
+            if groups and begin < end_us - min(_UNSURE_US, (end - begin) / 4):
+                groups[-1].append(at)
+                end_us = max(end_us, end)
+            else:
+                groups.append([at])
+                end_us = end
+        found += [_of_group([served[at] for at in group], min(group), chunk) for group in groups]
+    return found
 
-    If all was computed in one pass, it does not matter whether others came while that ran. They
-    come rather to requests that take long: without those, passes would seem too fast.
-    """
+
+def _of_group(them: Sequence[_Served], first: int, chunk: Tokens) -> _Together:
+    all_features = [prefill_features(one.prompt, one.cached, chunk) for one in them]
+    _, new, square, past = (sum(column) for column in zip(*all_features, strict=True))
+    begin_us = min(one.computed_us[0] for one in them)
+    end_us = max(one.computed_us[1] for one in them)
+    return _Together(first, begin_us, end_us, (-(-new // chunk), new, square, past))
+
+
+def _is_apart(one: _Served, prefills: Mapping[InstanceId, _Load]) -> bool:
+    """Whether it met no other prefill at its instance, from its arrival until its own began."""
     assert one.row.prefill is not None
-    in_one = one.stages.compute_ms is not None and one.prompt - one.cached <= chunk
-    until_us = one.computed_us[0] if in_one else one.prefilled_us
-    _, seqs_us, _ = prefills[one.row.prefill].between(one.arrived_us, until_us)
-    return seqs_us - (until_us - one.called_us) < _ALONE * (one.prefilled_us - one.arrived_us)
+    began_us = one.computed_us[0]
+    _, seqs_us, _ = prefills[one.row.prefill].between(one.arrived_us, began_us)
+    return seqs_us - (began_us - one.called_us) < _ALONE * (one.prefilled_us - one.arrived_us)
 
 
 class _Activity:
