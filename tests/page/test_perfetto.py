@@ -99,11 +99,9 @@ def test_perfetto_shows_requests_as_they_were_drawn(tmp_path: Path) -> None:
     ]
     assert {(place, track) for *_, place, track in found["bars"]} == {
         ("Conductor", "requests 1"),
-        ("p0", "requests 1"),
-        ("p0", "requests 2"),
+        *(("p0", f"requests {n}") for n in (1, 2)),
         ("p1", "requests 1"),
-        ("d0", "requests 1"),
-        ("d0", "requests 2"),
+        *(("d0", f"requests {n}") for n in (1, 2, 3)),
     }
     assert "main thread" not in found["text"]
 
