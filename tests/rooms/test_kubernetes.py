@@ -623,10 +623,11 @@ def test_another_authority_is_not_trusted(tmp_path: Path) -> None:
 def test_a_gateway_serves_with_engines_of_kubernetes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is ready once Kubernetes has listed the engines, and a client's request goes there."""
+    """It is ready once Kubernetes has listed the engines. A stream goes on to its end while the pod
+    terminates."""
 
-    async def body() -> None:
-        engine = Engine()
+    async def test() -> None:
+        engine = Engine(token_s=0.02)
         await engine.start()
         port = urlsplit(engine.url).port
         assert port is not None
@@ -652,18 +653,28 @@ def test_a_gateway_serves_with_engines_of_kubernetes(
         while not gateway.conductor.instances():
             await asyncio.sleep(0.02)
         assert b'"status":"ready"' in await ready()
-        asked = msgspec.json.encode({"model": "m", "prompt": "Hello", "max_tokens": 2})
-        headers = {"content-type": "application/json"}
-        reply = await http.request(
-            "POST", f"{url}/v1/completions", headers=headers, body=asked, timeout_s=10
-        )
-        assert (reply.status, [it.path for it in engine.calls]) == (200, ["/v1/completions"])
+        asked = {"model": "m", "prompt": "Hello", "max_tokens": 20, "stream": True}
+        async with http.stream(
+            "POST",
+            f"{url}/v1/completions",
+            headers={"content-type": "application/json"},
+            body=msgspec.json.encode(asked),
+            timeout_s=10,
+            idle_timeout_s=10,
+        ) as reply:
+            terminating = endpoint("vllm-0", ready=False, terminating=True)
+            api.put(SLICES, endpoint_slice("s0", port, terminating))
+            while gateway.conductor.instances():
+                await asyncio.sleep(0.005)
+            body = await reply.read()
+        assert (reply.status, body.count(b'"text"'), b"[DONE]" in body) == (200, 20, True), body
+        assert [it.path for it in engine.calls] == ["/v1/completions"]
         await http.close()
         await gateway.stop(0)
         await api.stop()
         await engine.stop()
 
-    run(body)
+    run(test)
 
 
 def test_the_setting_names_source_and_field(tmp_path: Path) -> None:

@@ -154,7 +154,7 @@ class EngineMonitor:
     async def close(self) -> None:
         """Send the engine nothing more and forget its blocks. It still finishes what it has."""
         await self._close_feeds()
-        self._forget(self.epoch + 1, "")
+        self._forget(self.epoch + 1, None)
 
     # For the KV events that it follows.
 
@@ -337,7 +337,8 @@ class EngineMonitor:
             await self._close_feeds()
             self._forget(self.epoch + 1, why)
 
-    def _forget(self, epoch: int, why: str) -> None:
+    def _forget(self, epoch: int, why: str | None) -> None:
+        """why: why its calls are aborted; None: it still finishes them."""
         for info in self.member.infos.values():
             self._conductor.tell(Left(info.id, info.epoch, why), *self._cleared(info.id, epoch))
         self.epoch = epoch
