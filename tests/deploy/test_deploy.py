@@ -23,6 +23,7 @@ import click
 import pytest
 import yaml
 
+from moonserve import __version__
 from moonserve.cli import cli
 from moonserve.cli.instances import engines_of, sources_of
 from moonserve.config import Settings, all_flags, load
@@ -293,6 +294,7 @@ def test_the_chart_has_the_packages_version() -> None:
     """A release is one version of all."""
     chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
     (version,) = re.findall(r'^version = "(.*)"', (ROOT / "pyproject.toml").read_text(), re.M)
+    assert version == __version__
     image = yaml.safe_load((BASE / "kustomization.yaml").read_text())["images"][0]["newTag"]
     assert (chart["version"], chart["appVersion"], image) == (version, version, version)
     for file in (COMPOSE / "compose.yaml", DEPLOY / "container" / "Containerfile"):
@@ -317,6 +319,20 @@ def test_kubernetes_accepts_the_objects(name: str, tmp_path: Path) -> None:
 def test_hadolint_accepts_the_containerfile() -> None:
     """Every rule."""
     output(tool("hadolint"), str(DEPLOY / "container" / "Containerfile"))
+
+
+def test_zizmor_accepts_the_workflows() -> None:
+    """Actions are pinned by hash, and jobs have the least permissions."""
+    workflows = ROOT / ".github" / "workflows"
+    output(tool("zizmor"), "--offline", "--persona", "pedantic", str(workflows))
+
+
+def test_shellcheck_accepts_the_scripts() -> None:
+    """Warnings are errors; hints are not, since words are split on purpose."""
+    scripts = [ROOT / ".ci" / "run", *(ROOT / "tests").rglob("*.sh")]
+    found = [str(it) for it in scripts if it.exists() and "node_modules" not in it.parts]
+    assert found
+    output(tool("shellcheck"), "--severity=warning", *found)
 
 
 def test_systemd_accepts_the_units(tmp_path: Path) -> None:
