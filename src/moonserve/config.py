@@ -544,6 +544,15 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             " none: OpenTelemetry's own environment variables decide",
         ),
     ] = ""
+    advise: Annotated[
+        bool,
+        _flag(
+            "up",
+            "",
+            "also run `moonserve twin`: it simulates the last minutes under alternatives, with low"
+            " priority, and advises; needs --ttft-slo or --tbt-slo",
+        ),
+    ] = False
     drain_s: Annotated[
         _Seconds,
         _flag(

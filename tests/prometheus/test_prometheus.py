@@ -14,10 +14,13 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+import msgspec
 import pytest
 import yaml
 
 from moonserve.core.request import Slo
+from moonserve.core.schedule.advice import Advice, ClusterShape
+from moonserve.live.http.auth import bearer
 from moonserve.live.http.client import HttpClient, UpstreamError
 from moonserve.live.model.catalog import DEFAULT_MODEL
 from tests.support.board import RULES, RULES_TEST, Query, of_alerts, of_board
@@ -27,6 +30,7 @@ pytestmark = [pytest.mark.prometheus, pytest.mark.model]
 EXTERNAL = re.compile(r"moonserve_instance_(up|trust|hit_|events_)|moonserve_conductor_leads")
 """Metrics of external engines and of a registry, which this cluster has not got."""
 _SCRAPES = 6
+_NOW = ClusterShape(2, 1, 0, "kvcache_centric")
 
 
 def test_promtool_finds_no_fault_in_the_rules() -> None:
@@ -169,6 +173,15 @@ async def answers(path: Path) -> list[str]:
         await it.add("p0", "prefill")
         await it.add("p1", "prefill")
         await it.add("d0", "decode")
+        advice = Advice(text="", now=_NOW, wanted=_NOW, target=1.0, every_s=60.0)
+        posted = await it.http.request(
+            "POST",
+            it.url + "/internal/advice",
+            headers=bearer(TOKEN),
+            body=msgspec.json.encode(advice),
+            timeout_s=10,
+        )
+        assert posted.status == 200
         for page in (it.url, *(worker.info.url for worker in it.workers.values())):
             await _check_page(it.http, page)
         async with loaded(it), prometheus(it, path) as found:

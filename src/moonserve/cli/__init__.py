@@ -24,6 +24,11 @@ _COMMANDS: dict[str, tuple[str, str]] = {
     "explain": ("moonserve.cli.explain:explain", "Show why a request was placed as it was."),
     "top": ("moonserve.cli.top:top", "Watch a running cluster in the terminal."),
     "profile": ("moonserve.cli.profile:profile", "Profile the processes of a running cluster."),
+    "advise": ("moonserve.cli.advise:advise", "Show which other cluster would serve better."),
+    "twin": (
+        "moonserve.cli.twin:twin",
+        "Simulate the last minutes of a running cluster, and advise.",
+    ),
     "record": ("moonserve.cli.record:record", "Record the requests of a running gateway."),
     "doctor": ("moonserve.cli.doctor:doctor", "Check that this machine can run moonserve."),
     "model": ("moonserve.cli.model:model", "Fetch and list models."),

@@ -81,9 +81,9 @@ class Client:
         """The JSON at a path, which has this shape."""
         return self.send("GET", path, shape)
 
-    def send(self, method: str, path: str, shape: type[T]) -> T:
-        """The JSON with which a request without a body is answered; it has this shape."""
-        with self._open(method, path, None) as reply:
+    def send(self, method: str, path: str, shape: type[T], body: object = None) -> T:
+        """The JSON with which a request is answered; it has this shape. body: None: none."""
+        with self._open(method, path, body) as reply:
             try:
                 return msgspec.json.decode(reply.read(), type=shape)
             except UNREADABLE:
@@ -129,7 +129,7 @@ class Client:
             return f"from {self._url}, which is no moonserve"
 
     @contextmanager
-    def _open(self, method: str, path: str, body: dict[str, Any] | None) -> Iterator[HTTPResponse]:
+    def _open(self, method: str, path: str, body: object) -> Iterator[HTTPResponse]:
         from http.client import (
             HTTPConnection,
             HTTPException,

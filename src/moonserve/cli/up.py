@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 _POLL_S = 0.2
 _KILL_AFTER_S = 10.0
+_TWIN_S = 2.0
 
 
 @click.command()
@@ -75,6 +76,8 @@ def up(config: Path | None, **flags: str | None) -> None:
         from moonserve.live.record.files import folder_of, make_folder
 
         make_folder(folder_of(settings.record))  # likewise
+    if settings.advise and settings.ttft_slo is None and settings.tbt_slo is None:
+        raise ConfigError("needs objectives: set ttft_slo or tbt_slo too", "advise")
     port = _free_port(settings.host, settings.port)
     _fetch_model(settings.model)
     asyncio.run(_serve(settings, port))
@@ -124,6 +127,8 @@ def cluster(settings: Settings, port: int, environ: dict[str, str]) -> list[Chil
         named = ("--role", role, "--name", name, "--gateway", url, "--host", "127.0.0.1")
         argv = (*program, "worker", *named)
         children.append(Child(name, argv, environ, 1, _KILL_AFTER_S))
+    if settings.advise:
+        children.append(Child("twin", (*program, "twin", "--url", url), environ, 0, _TWIN_S))
     return children
 
 

@@ -94,7 +94,7 @@ def verdict(tally: Tally, seconds: int, pools: Pools, slo: Slo, alarms: int) -> 
     binds = binding(tally, pools, slo)
     share = tally.in_time / judged
     goal = "served" if slo == Slo() else "in time"
-    said = f"All {judged:,}" if tally.in_time == judged else f"{_percent(share)} of {judged:,}"
+    said = f"All {judged:,}" if tally.in_time == judged else f"{percent(share)} of {judged:,}"
     text = f"{said} requests of {span} were {goal}{_binding(binds, pools, slo)}"
     if losses := _losses(tally, judged):
         text += f": {losses}"
@@ -107,7 +107,7 @@ def _binding(binds: Binding, pools: Pools, slo: Slo) -> str:
     if binds == "none":
         return ""
     pressure = pressures(pools, slo)[0 if binds == "prefill" else 1]
-    full = f" ({_percent(min(1.0, pressure))} full)" if pressure >= _FULL else ""
+    full = f" ({percent(min(1.0, pressure))} full)" if pressure >= _FULL else ""
     return f"; {binds} binds{full}"
 
 
@@ -125,9 +125,9 @@ def _losses(tally: Tally, judged: int) -> str:
         (refused, f"were refused{why}"),
     ]
     parts = sorted((part for part in parts if part[0]), key=itemgetter(0), reverse=True)
-    return ", ".join(f"{_percent(number / judged)} {what}" for number, what in parts)
+    return ", ".join(f"{percent(number / judged)} {what}" for number, what in parts)
 
 
-def _percent(share: float) -> str:
+def percent(share: float) -> str:
     """Rounded down, so that only all is 100%, and at least 1 if there is any."""
     return f"{max(1, int(100 * share + 1e-9))}%" if share > 0 else "0%"

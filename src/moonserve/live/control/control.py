@@ -24,6 +24,7 @@ from moonserve.core.store.master import Master
 from moonserve.core.store.words import Terms
 from moonserve.core.units import BlockKey, SegmentId
 from moonserve.live.clock import LoopClock
+from moonserve.live.control.advice import LatestAdvice
 from moonserve.live.control.config import GatewayConfig
 from moonserve.live.control.drains import Drains
 from moonserve.live.control.history import Observed
@@ -144,6 +145,7 @@ class Control(ProcessPart):
         self._internal = Internal(conductor, [model], lambda: self.leadership.term)
         self._api = Api(conductor, pool)
         self._drains = Drains(conductor, pool, registry)
+        self._advice = LatestAdvice(conductor.now_us)
         self._usage = UsageSums()
         conductor.watch_ended(self._usage.ended)
         self._place: InRegistry | None = None
@@ -166,6 +168,7 @@ class Control(ProcessPart):
             self._internal.routes()
             | self._api.routes()
             | self._observed.routes()
+            | self._advice.routes()
             | ({} if self._page is None else self._page.routes())
             | self._pool.routes()
             | {("GET", "/health"): self._health_route}
@@ -187,6 +190,7 @@ class Control(ProcessPart):
             partial(conductor_metrics, loop),
             partial(instance_metrics, loop),
             self._usage.metrics,
+            self._advice.metrics,
             self._pool.metrics,
             self._indexer.metrics,
             partial(alarm_metrics, self._health.alarms),

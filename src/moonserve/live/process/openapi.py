@@ -16,10 +16,12 @@ from typing import Annotated, Any, Literal, TypeAlias, Union, get_args, get_orig
 import msgspec
 
 from moonserve import __version__
+from moonserve.core.schedule.advice import Advice
 from moonserve.core.schedule.facts import InstanceInfo
 from moonserve.core.schedule.shown import ListedRequest
 from moonserve.live.access.scopes import scope_of
 from moonserve.live.api.front import ModelEntry, ModelList
+from moonserve.live.control.advice import AdviceReply
 from moonserve.live.control.drains import DrainStatus
 from moonserve.live.control.history import HistoryAsked
 from moonserve.live.control.placement_api import PlacementBody, ReleaseBody
@@ -32,6 +34,7 @@ from moonserve.live.openai.headers import MAX_PRIORITY, PRIORITY, TBT, TENANT, T
 from moonserve.live.openai.reply import Reply
 from moonserve.live.openai.request import BodyShape
 from moonserve.live.process.profiles import ProfileAsked, ProfileReply
+from moonserve.live.record.recent import RecentRows, RowsAsked
 from moonserve.live.record.recorder import RecordingStatus
 from moonserve.live.rpc.joins import CONTENT_TYPE, BeatBody, BlocksBody, LeaveBody
 from moonserve.live.store.admin import SegmentsAsked
@@ -129,6 +132,16 @@ OPERATIONS: Mapping[Route, RouteText] = {
     ),
     ("POST", "/api/recording"): RouteText("Record again.", gives=RecordingStatus),
     ("DELETE", "/api/recording"): RouteText("Record no more.", gives=RecordingStatus),
+    ("GET", "/api/recording/rows"): RouteText(
+        "The latest requests as rows of a recording, and those under way, for the twin.",
+        gives=RecentRows,
+        asks=RowsAsked,
+        query={"after": "only rows after this number: `last` of the reply before"},
+    ),
+    ("GET", "/api/advice"): RouteText(
+        "What the twin found last: which other cluster would have served the load better.",
+        gives=AdviceReply,
+    ),
     ("GET", "/api/decisions/{request}"): RouteText(
         "Why a request went where it went, and what came of it.", gives=ExplanationReply
     ),
@@ -189,6 +202,7 @@ OPERATIONS: Mapping[Route, RouteText] = {
         of_body=CONTENT_TYPE,
         kind=CONTENT_TYPE,
     ),
+    ("POST", "/internal/advice"): RouteText(_CLUSTER + "what the twin has found.", takes=Advice),
     ("GET", "/internal/store"): RouteText(
         _CLUSTER + "the connection of a member of the store.", status=101
     ),

@@ -2,7 +2,8 @@
 
 It is a part of the process that has the Conductor. The event loop only puts records into a bounded
 queue; a thread makes rows of them and writes (core.schedule.recorded, `files`). Rows that find no
-room in the queue, or cannot be written, are counted and dropped. No request waits for it.
+room in the queue, or cannot be written, are counted and dropped. No request waits for it. `recent`
+gives the latest rows to the twin, also where nothing is written.
 """
 
 from __future__ import annotations
@@ -12,8 +13,7 @@ import logging
 import secrets
 import threading
 from collections import deque
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable
 
 import msgspec
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -21,15 +21,22 @@ from prometheus_client.registry import Collector
 
 from moonserve.core.errors import BadRequest
 from moonserve.core.schedule.record import Record
-from moonserve.core.schedule.recorded import RecordedCluster, cluster_of, recorded
-from moonserve.core.units import BlockKey, Bytes, Micros, Tokens
+from moonserve.core.schedule.recorded import (
+    RecordedCluster,
+    RecordedRequest,
+    cluster_of,
+    recorded,
+)
+from moonserve.core.units import Bytes, Micros, Tokens
 from moonserve.live.clock import since_1970_us, wall_ms
 from moonserve.live.control.loop import ConductorLoop
 from moonserve.live.control.views import Figures
 from moonserve.live.health import Health
 from moonserve.live.http.message import HttpRequest, Response, json_response
 from moonserve.live.http.server import ProcessPart, Routes
+from moonserve.live.record import recent
 from moonserve.live.record.files import RecordingFiles, folder_of, make_folder
+from moonserve.live.record.recent import EndedRequest, Recent
 
 log = logging.getLogger(__name__)
 
@@ -62,13 +69,6 @@ class RecordingStatus(msgspec.Struct, frozen=True):
     """Why rows cannot be written now; empty: they can."""
 
 
-class _Waiting(NamedTuple):
-    record: Record
-    keys: Sequence[BlockKey]
-    since_us: Micros
-    """What to add to the record's times, to count from 1970."""
-
-
 class Recorder(ProcessPart):
     """See the module. Handlers and `_take` run on the event loop, `_work` in a thread."""
 
@@ -80,7 +80,7 @@ class Recorder(ProcessPart):
         self._files = RecordingFiles(folder_of(folder), most_bytes) if folder else None
         self._salt = secrets.token_bytes(32)
         self._is_on = False
-        self._waiting: deque[_Waiting] = deque()
+        self._waiting: deque[EndedRequest] = deque()
         self._thread: threading.Thread | None = None
         self._ending = threading.Event()
         self._rows = 0
@@ -93,6 +93,7 @@ class Recorder(ProcessPart):
         """When to look at it again."""
         self._put: RecordedCluster | None = None
         """The one that is on disk."""
+        self._recent = Recent(conductor, self._row)
         self._key_tokens: Tokens = 0
         """How many tokens a key stands for; 0: no instance has ever joined."""
         conductor.watch_ended(self._take)
@@ -102,6 +103,7 @@ class Recorder(ProcessPart):
         """Status, start and stop."""
         return {
             ("GET", PATH): self._status,
+            ("GET", recent.PATH): self._send_recent,
             ("POST", PATH): self._begin,
             ("DELETE", PATH): self._end,
         }
@@ -125,21 +127,26 @@ class Recorder(ProcessPart):
             await asyncio.to_thread(thread.join, _STOP_S)
 
     def _take(self, record: Record) -> None:
-        if not self._is_on:
+        is_wanted = self._recent.is_wanted
+        if not (self._is_on or is_wanted):
             return
+        if not (self._key_tokens or self._find_key_tokens()):
+            self._dropped += self._is_on  # nothing could be served yet
+            return
+        now_us = self._conductor.now_us()
+        ended = EndedRequest(record, record.keys, since_1970_us(now_us))
+        if is_wanted:
+            self._recent.take(ended)
+        if self._is_on:
+            if now_us >= self._looks_us:
+                self._look(now_us)
+            self._write_soon(ended)
+
+    def _write_soon(self, ended: EndedRequest) -> None:
         if len(self._waiting) >= _MOST_WAITING:
             self._dropped += 1
             return
-        size = self._key_tokens or self._find_key_tokens()
-        if not size:
-            self._dropped += 1  # nothing could be served yet
-            return
-        keys = record.keys if record.prompt_tokens // size == len(record.keys) else ()
-        now_us = self._conductor.now_us()
-        if now_us >= self._looks_us:
-            self._look(now_us)
-        since_us = since_1970_us(now_us)
-        self._waiting.append(_Waiting(record, keys, since_us))
+        self._waiting.append(ended)
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name="recorder", daemon=True)
             self._thread.start()
@@ -169,10 +176,12 @@ class Recorder(ProcessPart):
         if self._files is not None:
             self._files.close()
 
-    def _write(self, batch: list[_Waiting]) -> None:
+    def _write(self, batch: list[EndedRequest]) -> None:
         assert self._files is not None, "nothing waits where there is no folder"
         encode = msgspec.json.Encoder().encode
-        lines = b"".join(encode(self._row(it)) + b"\n" for it in batch)
+        lines = b"".join(
+            encode(self._row(it, self._guess.after(it.record))) + b"\n" for it in batch
+        )
         cluster = self._cluster
         try:
             if cluster is not None and cluster != self._put:
@@ -189,12 +198,12 @@ class Recorder(ProcessPart):
         self._rows += len(batch)
         self._failure = ""
 
-    def _row(self, it: _Waiting) -> object:
+    def _row(self, it: EndedRequest, guess: Tokens) -> RecordedRequest:
         size = self._key_tokens
         block_size = size * -(-_LEAST_BLOCK // size)
-        guess = self._guess.after(it.record)
+        keys = it.keys if it.record.prompt_tokens // size == len(it.keys) else ()
         clock_ms = wall_ms(it.since_us)
-        return recorded(it.record, it.keys, size, block_size, self._salt, clock_ms, guess)
+        return recorded(it.record, keys, size, block_size, self._salt, clock_ms, guess)
 
     # What others read.
 
@@ -213,6 +222,11 @@ class Recorder(ProcessPart):
             bytes=0 if files is None else files.written_bytes,
             failure=self._failure,
         )
+
+    async def _send_recent(self, request: HttpRequest) -> Response:
+        if not self._key_tokens:
+            self._find_key_tokens()
+        return await self._recent.send(request)
 
     async def _begin(self, request: HttpRequest) -> Response:
         if self._files is None:
