@@ -118,7 +118,7 @@ test-tutorial: $(DEV) model ## follow docs/tutorial.md: two to four minutes
 test-chaos: $(DEV) model ## 200 faults in and between the processes of a cluster, under checked streams: 40 minutes
 	$(PY) -m pytest -s -m chaos tests/chaos $(ARGS)
 
-# Fifteen tests share them; the gate draws 50 for each.
+# Sixteen tests share them; the gate draws 50 for each.
 test-fuzz: $(DEV) ## 100,000 cases of arbitrary bytes at everything that reads what others send: 40 minutes
 	FUZZ_CASES=6700 $(PY) -m pytest tests/fuzz $(ARGS)
 

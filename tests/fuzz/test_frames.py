@@ -26,6 +26,19 @@ from moonserve.live.external.member import read_page
 from moonserve.live.external.spec import InstanceSpec
 from moonserve.live.http.client import HttpClient
 from moonserve.live.http.server import App, serve
+from moonserve.live.kubernetes.objects import (
+    BadAnswer,
+    Condition,
+    EndpointSlice,
+    Expired,
+    InferencePool,
+    Known,
+    Pod,
+    PodStatus,
+    PoolPort,
+    PoolSpec,
+)
+from moonserve.live.kubernetes.sources import Source
 from moonserve.live.kvevents.wire import BadFrame, encode_batch, read_live, read_replayed
 from moonserve.live.registry.entries import ConductorEntry, MasterEntry, decoded
 from moonserve.live.rpc.connection import CALL, DONE, FAILED, HEAD, HELLO, NOTICES, RpcConnection
@@ -333,6 +346,44 @@ def test_metrics_of_engines(page: bytes) -> None:
     """An engine's metrics are read as far as they can be."""
     with in_time():
         read_page(page.decode("utf-8", "replace"))
+
+
+OBJECT = st.sampled_from([Pod, EndpointSlice, InferencePool]).flatmap(like)
+EVENT = st.sampled_from(["ADDED", "MODIFIED", "DELETED", "BOOKMARK", "ERROR", "x"])
+ENDPOINTS = b"""{"type": "ADDED", "object": {"metadata": {"name": "s", "labels": {"r": "decode"}},
+ "addressType": "IPv6", "ports": [{"name": "http", "port": 8000}], "endpoints": [{"addresses":
+ ["fd00::1"], "conditions": {"ready": true}, "targetRef": {"kind": "Pod", "name": "p0"}}]}}"""
+POD = b"""{"type": "ADDED", "object": {"metadata": {"name": "p", "annotations":
+ {"moonserve/dp_size": "2"}}, "status": {"podIP": "10.0.0.1", "conditions":
+ [{"type": "Ready", "status": "True"}]}}}"""
+SOURCE = Source(pool="p", role_label="r", each={"connector": "nixl"})
+READY = (Condition("Ready", "True"),)
+POOL = InferencePool(spec=PoolSpec(target_ports=(PoolPort(8000), PoolPort(8001))))
+
+
+@fuzz(
+    st.tuples(EVENT, OBJECT).map(lambda it: in_json({"type": it[0], "object": it[1]}))
+    | damaged(ENDPOINTS)
+    | damaged(POD)
+    | st.lists(like(Pod), max_size=3).map(
+        lambda items: in_json({"metadata": {"resourceVersion": "5"}, "items": items})
+    )
+    | st.binary(max_size=40)
+)
+def test_answers_of_kubernetes(answer: bytes) -> None:
+    """An event or a page is taken in or refused; an object makes engines, or says why not."""
+    slices, pods, pools = Known(EndpointSlice), Known(Pod), Known(InferencePool)
+    with in_time():
+        for known in (slices, pods, pools):
+            for take in (known.line, known.page):
+                with contextlib.suppress(BadAnswer, Expired):
+                    take(answer)
+        for one in slices.objects.values():
+            SOURCE.of_slice(one)
+        for pod in pods.objects.values():
+            SOURCE.of_pod(pod, POOL)
+        for pool in pools.objects.values():
+            SOURCE.of_pod(Pod(status=PodStatus("10.0.0.1", READY)), pool)
 
 
 @fuzz(
