@@ -15,9 +15,11 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+import msgspec
 import pytest
 
 from moonserve.core.request import Slo
+from moonserve.core.schedule.advice import Advice, ClusterShape, LoadOutcome, TwinTrial
 from moonserve.core.schedule.cost import Cost
 from moonserve.live.http.auth import bearer
 from moonserve.live.model.catalog import DEFAULT_MODEL
@@ -40,6 +42,7 @@ SLOW = Cost((6_000, 30.0, 0.0, 0.0, 12_000, 300.0, 0.5), (5, 0.005), learns=Fals
 """A prefill of 1,000 tokens takes 36 ms, a step of decode 12 ms or more."""
 VIEWS = {"": "svg[role=img]", "requests": "main table, main .empty", "instances": "main section"}
 VIEWS |= {"cache": "main .tiles", "tenants": "main section"}
+VIEWS |= {"what-if": "main .tiles, main section"}
 
 
 async def look(url: str, visits: list[dict[str, Any]], key: str = TOKEN, act: str = "") -> Any:
@@ -118,10 +121,49 @@ async def busy() -> AsyncIterator[Site]:
             async with asyncio.timeout(60):
                 while len((await told(it, "/api/history?heat=true"))["heat"]) < 2:
                     await asyncio.sleep(0.5)
+            await advise(it)
             yield it
         finally:
             loading.cancel()
             await asyncio.gather(loading, return_exceptions=True)
+
+
+async def advise(it: Site) -> None:
+    """What a twin might find."""
+
+    def outcome(in_time: float, refused: float) -> LoadOutcome:
+        return LoadOutcome(420, in_time, refused, 81.0, 119.0, 18.4, 31.0)
+
+    now = ClusterShape(2, 2, 0, "kvcache_centric")
+    shares = {(2, 2): (0.71, 0.28), (3, 2): (0.72, 0.26), (2, 3): (0.93, 0.05), (2, 4): (0.995, 0)}
+    trials = [
+        TwinTrial(msgspec.structs.replace(now, prefill=p, decode=d), outcome(*share))
+        for (p, d), share in shares.items()
+    ]
+    late = msgspec.structs.replace(now, policy="late_binding")
+    advice = Advice(
+        text="Decode binds: with 2 + 4 the same load would have had 99% in time, now 70%.",
+        binds="decode",
+        now=now,
+        wanted=msgspec.structs.replace(now, decode=4),
+        happened=outcome(0.704, 0.27),
+        trials=(*trials, TwinTrial(late, outcome(0.8, 0.1))),
+        target=0.99,
+        ttft_slo_ms=120.0,
+        tbt_slo_ms=40.0,
+        from_ms=1_800_000_000_000,
+        until_ms=1_800_000_060_000,
+        every_s=60.0,
+        took_s=8.2,
+    )
+    reply = await it.http.request(
+        "POST",
+        it.url + "/internal/advice",
+        headers=bearer(TOKEN),
+        body=msgspec.json.encode(advice),
+        timeout_s=10,
+    )
+    assert reply.status == 200, reply.body
 
 
 async def told(it: Site, path: str) -> Any:
@@ -167,6 +209,8 @@ def test_each_view_of_a_busy_cluster(mode: str, width: int) -> None:
         assert "held now" in text["cache"]
         assert "of the work" in text["tenants"]
         assert "green" in text["tenants"]
+        for said in ("Decode binds: with 2 + 4", "(wanted)", "late_binding", "Instances wanted"):
+            assert said in text["what-if"]
         account = text[f"requests/{served}"]
         for said in (
             "Where its time went",
@@ -189,13 +233,14 @@ def test_each_view_of_an_empty_cluster() -> None:
         missing = seen.pop()
         assert "keeps no account of it" in missing["text"]
         check(seen, urlsplit(it.url).netloc)
-        overview, requests, instances, cache, tenants = [one["text"] for one in seen]
+        overview, requests, instances, cache, tenants, whatif = [one["text"] for one in seen]
         assert "No prefill and no decode instance is there" in overview
         assert "No prompt was placed in this time" in overview
         assert "No request has come since this process started" in requests
         assert "No instance has joined" in instances
         assert "No prompt with a full block of tokens has come yet" in cache
         assert "No request has ended since this process started" in tenants
+        assert f"moonserve twin --url {it.url}" in whatif
 
     on(site, test)
 

@@ -287,7 +287,7 @@ def test_advice_turns_with_the_load_of_a_live_cluster() -> None:
         await it.add("d0", "decode", slow, blocks=1_024)
         async with twin(it, 12.0):
             for rate, prompt, output, binds in (
-                (12.0, 1_000, 30, "prefill"),
+                (12.0, 1_000, 12, "prefill"),
                 (18.0, 50, 60, "decode"),
             ):
                 loading = asyncio.create_task(loaded(it, 120.0, rate, prompt, output))

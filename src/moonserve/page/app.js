@@ -9,6 +9,7 @@ import { overview } from "./overview.js";
 import { request, requests } from "./requests.js";
 import { KeyNeeded, get, key, setKey } from "./server.js";
 import { tenants } from "./tenants.js";
+import { whatif } from "./whatif.js";
 
 /** The views by their paths, with the names that the navigation shows. */
 const VIEWS = [
@@ -17,6 +18,7 @@ const VIEWS = [
   ["instances", "Instances", instances],
   ["cache", "Cache", cache],
   ["tenants", "Tenants", tenants],
+  ["what-if", "What if", whatif],
 ];
 const RANGES = [
   ["15 minutes", 1, 15],
