@@ -105,7 +105,10 @@ def test_too_many_instances_are_named_and_enough_is_right() -> None:
     )
     said = found(cluster(2, 3), enough(2, 3))
     assert str(said.wanted) == "2 + 3"
-    assert said.text.startswith("2 + 3 is right: 100% were in time")
+    assert said.text == (
+        "2 + 3 is right: 100% were in time, and one instance less would be too few."
+    )
+    assert found(cluster(1, 1), enough(1, 1)).text == "1 + 1 is right: 100% were in time."
 
 
 def test_instances_that_do_both_are_counted_as_one_role() -> None:

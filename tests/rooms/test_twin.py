@@ -25,6 +25,7 @@ from moonserve.live.control import advice as control
 from moonserve.live.http.auth import bearer
 from moonserve.live.model.catalog import DEFAULT_MODEL
 from moonserve.live.record import recent
+from moonserve.sim import twin as simulated
 from tests.support.inproc import TOKEN, Site, site
 
 pytestmark = pytest.mark.model  # for its tokenizer
@@ -198,7 +199,7 @@ async def observed(it: Site, observer: TwinRounds) -> tuple[str, Advice]:
     return line, msgspec.convert(said, Advice)
 
 
-def test_a_round_without_requests_or_instances_says_why() -> None:
+def test_a_round_without_requests_or_instances_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     """It posts that there is no advice, so that nobody follows an earlier one."""
 
     async def test(it: Site) -> None:
@@ -210,7 +211,8 @@ def test_a_round_without_requests_or_instances_says_why() -> None:
         line, advice = await observed(it, observer)
         assert "only 0 requests can be judged yet, 20 are needed" in advice.text
         assert advice.now == ClusterShape(1, 1, 0, "kvcache_centric")
-        for number in range(80):
+        monkeypatch.setattr(simulated, "LEAST_JUDGED", 1)
+        for number in range(9):
             await it.tokens([number + 9] * 40, 1)
         await it.settle()
         line, advice = await observed(it, observer)

@@ -192,23 +192,21 @@ def test_a_run_ends_early_when_its_result_is_certain_or_time_is_over() -> None:
 def test_advice_follows_a_sine() -> None:
     """From 1 to 24 requests a second and back, with 8,000 tokens in and 1,000 out: what is wanted
     follows the load, and serves the load of its time."""
-    period_s, every_s = 600.0, 60.0
+    period_s, every_s = 300.0, 30.0
     slo = Slo(8_000_000, 60_000)
 
     def load(at_s: float) -> Load:
         return 12.5 - 11.5 * math.cos(2 * math.pi * at_s / period_s), 8_000, 1_000
 
-    it = Cluster(setup(8, 8, slo), load, period_s)
-    wanted: dict[int, ClusterShape] = {}
-    for round_ in range(2, 11):
+    it = Cluster(setup(8, 8, slo), load, period_s + 2 * every_s)
+    sizes: list[int] = []
+    for round_ in (3, 5, 7, 9, 11):
         found = it.look(round_ * every_s, every_s)
-        if found is None or found.wanted is None:
-            continue
-        wanted[round_] = found.wanted
-        at_s = (round_ - 1) * every_s  # about when the judged requests arrived
+        assert found is not None, round_
+        assert found.wanted is not None, (round_, found.text)
+        sizes.append(found.wanted.prefill + found.wanted.decode)
+        at_s = round_ * every_s - 70.0  # judged ones are over, and a request takes most of a minute
         share = served_in_time(found.wanted, lambda _, at_s=at_s: load(at_s), slo)  # type: ignore[misc]
         assert share > 0.9, (round_, found.text, share)
-    assert len(wanted) >= 7, "it matches in nearly all rounds"
-    sizes = [shape.prefill + shape.decode for shape in wanted.values()]
-    assert max(sizes) >= 3 * sizes[0]
-    assert max(sizes) >= 2 * sizes[-1]
+    assert max(sizes) >= 2 * sizes[0], sizes
+    assert max(sizes) >= 2 * sizes[-1], sizes

@@ -360,7 +360,8 @@ def _sentences(
     if wanted is None:
         yield f"{_what_binds(now, binds)}: {was} were in time, and {_best(question, trials)}."
     elif wanted == now and question.happened.in_time >= question.target:
-        yield f"{now} is right: {was} were in time, and one instance less would be too few."
+        fewer = "" if max(now.roles().values()) == 1 else ", and one instance less would be too few"
+        yield f"{now} is right: {was} were in time{fewer}."
     elif wanted == now:
         assert outcome is not None, "it was simulated first"
         yield (
