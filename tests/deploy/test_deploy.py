@@ -28,6 +28,7 @@ from moonserve.cli import cli
 from moonserve.cli.instances import engines_of, sources_of
 from moonserve.config import Settings, all_flags, load
 from moonserve.core.errors import ConfigError
+from tests.support.metric_names import frozen
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
@@ -203,6 +204,14 @@ def test_the_containerfile_starts_a_gateway(tmp_path: Path) -> None:
         for name in line.split()[:-1]:
             assert (ROOT / name).exists(), name
             assert f"!{name}" in (ROOT / ".dockerignore").read_text().splitlines()
+
+
+def test_scalers_read_a_metric_that_there_is() -> None:
+    """The gauge in KEDA's query and in the external metric is one that the Conductor exports."""
+    text = (CHART / "templates" / "autoscaling.yaml").read_text()
+    names = re.findall(r"moonserve_wanted\w+", text)
+    assert len(names) == 2
+    assert all("role" in frozen()[name].partition(" ")[0] for name in names)
 
 
 def test_a_wrong_flag_or_setting_is_found(tmp_path: Path) -> None:
