@@ -489,7 +489,7 @@ def test_a_4xx_of_an_engine_has_no_address(
     body: bytes, message: str, param: str | None, code: int | None
 ) -> None:
     """Its message reaches the client in OpenAI's shape, whatever shape the engine's answer has."""
-    error = msgspec.json.decode(refusal(422, body))["error"]
+    error = msgspec.json.decode(refusal(422, body, ""))["error"]
     assert error["message"].startswith(message)
     assert "10.0.0" not in error["message"]
     assert (error["param"], error["code"]) == (param, code)

@@ -205,6 +205,14 @@ class Site:
             "POST", self.url + path, headers=named, body=raw, timeout_s=20
         )
 
+    async def send(self, path: str, body: dict[str, Any], **headers: str) -> ClientResponse:
+        """One request for model m to this path and its whole reply."""
+        named = {name.replace("_", "-"): value for name, value in headers.items()}
+        raw = msgspec.json.encode({"model": "m", **body})
+        return await self.http.request(
+            "POST", self.url + path, headers=named, body=raw, timeout_s=20
+        )
+
     @contextlib.asynccontextmanager
     async def stream(
         self, body: dict[str, Any], chat: bool = False

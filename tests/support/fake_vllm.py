@@ -15,7 +15,7 @@ import contextlib
 import secrets
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from hashlib import sha256
 from typing import Any, Literal
 
@@ -25,6 +25,7 @@ from moonserve.live.http.message import HttpRequest, Response, StreamingResponse
 from moonserve.live.http.server import App, Server, serve
 from moonserve.live.store.settings import url_of
 from moonserve.live.tls.contexts import Tls
+from tests.support import fake_forms
 from tests.support.serving import ByteText
 
 LEASE_S = 30.0
@@ -173,7 +174,14 @@ class FakeVllm:
         routes = {
             ("POST", "/v1/completions"): self._completion,
             ("POST", "/v1/chat/completions"): self._chat,
+            ("POST", fake_forms.RESPONSES): self._chat,
+            ("POST", fake_forms.MESSAGES): self._chat,
+            ("POST", fake_forms.RESPONSES + "/render"): self._render,
+            ("POST", fake_forms.MESSAGES + "/render"): self._render,
+            ("POST", "/v1/embeddings"): self._embeddings,
+            ("POST", "/v1/rerank"): self._rerank,
             ("POST", "/tokenize"): self._tokenize,
+            ("POST", "/detokenize"): self._detokenize,
             ("GET", "/v1/models"): self._models,
             ("GET", "/health"): self._health,
             ("GET", "/metrics"): self._metrics,
@@ -226,6 +234,58 @@ class FakeVllm:
         shape = {"count": len(tokens), "max_model_len": self.max_len, "tokens": tokens}
         return json_response({**shape, "token_strs": None})
 
+    async def _detokenize(self, request: HttpRequest) -> Response:
+        tokens = msgspec.json.decode(await request.body())["tokens"]
+        return json_response({"prompt": bytes(tokens).decode()})
+
+    async def _render(self, request: HttpRequest) -> Response:
+        raw = await request.body()
+        body = fake_forms.as_chat(request.path.removesuffix("/render"), msgspec.json.decode(raw))
+        return json_response({"request_id": "r", "token_ids": self._prompt(body)})
+
+    async def _embeddings(self, request: HttpRequest) -> Response:
+        return await self._pooled(request, self._embedded)
+
+    async def _rerank(self, request: HttpRequest) -> Response:
+        return await self._pooled(
+            request,
+            lambda body: fake_forms.reranked(body["query"], body["documents"], self.model),
+        )
+
+    def _embedded(self, body: dict[str, Any]) -> dict[str, Any]:
+        given = body["input"]
+        texts = [given] if isinstance(given, str) else given
+        return fake_forms.embeddings(
+            [self._text.encode(it, add_bos=True) for it in texts], body["model"]
+        )
+
+    async def _pooled(
+        self, request: HttpRequest, made: Callable[[dict[str, Any]], dict[str, Any]]
+    ) -> Response:
+        body = await self._noted(request)
+        request.cancel_on_disconnect()
+        self.running += 1
+        try:
+            if (status := self.statuses.popleft() if self.statuses else 200) != 200:
+                return Refused(status, "told to", self.headers).response
+            if self.hold is not None:
+                await self.hold.wait()
+            await asyncio.sleep(self.delay_s)
+            return json_response(made(body))
+        except asyncio.CancelledError:
+            self.aborted += 1
+            raise
+        finally:
+            self.running -= 1
+
+    async def _noted(self, request: HttpRequest) -> dict[str, Any]:
+        """The body of a request, which `calls` has from now on."""
+        raw = await request.body()
+        body: dict[str, Any] = msgspec.json.decode(raw)
+        now_s = asyncio.get_running_loop().time()
+        self.calls.append(Call(request.path, dict(request.headers), body, raw, now_s))
+        return body
+
     async def _metrics(self, request: HttpRequest) -> Response:
         of = f'engine="0",model_name="{self.model}"'
         lines = [
@@ -246,11 +306,9 @@ class FakeVllm:
         return await self._generate(request, chat=True)
 
     async def _generate(self, request: HttpRequest, chat: bool) -> Response | StreamingResponse:
-        raw = await request.body()
+        body = await self._noted(request)
         request.cancel_on_disconnect()
-        body = msgspec.json.decode(raw)
-        now_s = asyncio.get_running_loop().time()
-        self.calls.append(Call(request.path, dict(request.headers), body, raw, now_s))
+        named = request.path in (fake_forms.RESPONSES, fake_forms.MESSAGES)
         status = self.statuses.popleft() if self.statuses else 200
         self.running += 1
         streamed = False
@@ -258,6 +316,7 @@ class FakeVllm:
             if status != 200:
                 raise Refused(status, "told to", self.headers)
             rank = self._rank(request)
+            body = fake_forms.as_chat(request.path, body) if named else body
             job = _Job(self, body, chat, request.headers.get("x-request-id"), rank)
             if self.hold is not None:
                 await self.hold.wait()
@@ -266,9 +325,11 @@ class FakeVllm:
             await asyncio.sleep(self.delay_s)
             await job.transfer()
             if not body.get("stream"):
-                return json_response(await job.whole())
+                whole = fake_forms.whole(request.path, job, self.model) if named else None
+                return json_response(whole or await job.whole())
             streamed = True
-            return StreamingResponse(_Stream(self, job))
+            named_chunks = fake_forms.chunks(request.path, job, self.model) if named else None
+            return StreamingResponse(_Stream(self, named_chunks or job.chunks()))
         except Refused as refused:
             return refused.response
         except asyncio.CancelledError:
@@ -469,6 +530,14 @@ class _Job:
             "kv_transfer_params": self.handed_over(),
         }
 
+    async def pieces(self, choice: int) -> AsyncIterator[str]:
+        """The words as they are made, until the connection is cut."""
+        for at, word in enumerate(self.words(choice)):
+            await asyncio.sleep(self.engine.token_s)
+            if self.engine.cut_after is not None and at >= self.engine.cut_after:
+                raise ConnectionResetError("cut as told")
+            yield word
+
     async def chunks(self) -> AsyncIterator[bytes]:
         """The reply as events. A streamed prefill hands no KV on, as in vLLM."""
         head = self.head("chat.completion.chunk" if self.chat else "text_completion")
@@ -503,8 +572,8 @@ class _Job:
 class _Stream:
     """A stream that counts as running until it is closed, and as aborted if that comes early."""
 
-    def __init__(self, engine: FakeVllm, job: _Job) -> None:
-        self._engine, self._chunks, self._ended = engine, job.chunks(), False
+    def __init__(self, engine: FakeVllm, chunks: AsyncIterator[bytes]) -> None:
+        self._engine, self._chunks, self._ended = engine, chunks, False
 
     def __aiter__(self) -> _Stream:
         return self

@@ -12,12 +12,15 @@ from typing import cast
 from prometheus_client.metrics_core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from moonserve.core.errors import BadRequest
 from moonserve.core.request import Request, Stopping
+from moonserve.core.schedule.facts import InstanceInfo
 from moonserve.core.units import RequestId, Tokens, seconds_to_us
 from moonserve.live.access.terms import ClientTerms
 from moonserve.live.api.exchange import Exchange
 from moonserve.live.api.limiter import Limiter, Limits
 from moonserve.live.api.ready_wait import ReadyWait
+from moonserve.live.drive.any_engine import AnyEngine
 from moonserve.live.drive.calls import Caller, CallLimits, Guesses
 from moonserve.live.drive.engines import Engines, Models
 from moonserve.live.drive.external import EngineCalls, Piece
@@ -27,9 +30,9 @@ from moonserve.live.drive.prompt_info import PromptReader
 from moonserve.live.drive.request import RequestDriver
 from moonserve.live.http.client import HttpClient
 from moonserve.live.http.message import HttpRequest, Response, StreamingResponse, Write
-from moonserve.live.openai.external import ExternalRequest, body_shape
+from moonserve.live.openai.external import FREE, ExternalRequest, body_shape
 from moonserve.live.openai.prompts import Prompts
-from moonserve.live.openai.request import BodyShape, Form
+from moonserve.live.openai.request import PATHS, BodyShape, Form
 from moonserve.live.openai.trace_context import SamplingRule, begin_trace
 from moonserve.live.ports import Conducting, ModelCard, Observer
 
@@ -40,6 +43,7 @@ class EngineText(Collector):
     """See the module."""
 
     lack = "no model has engines that can serve it"
+    forms: Sequence[Form] = tuple(PATHS)
 
     def __init__(
         self,
@@ -109,9 +113,14 @@ class EngineText(Collector):
         caller = self._caller
         trace = begin_trace(http.headers, self._sampling())
         outgoing = ExternalRequest(form, body, trace.headers)
-        outgoing.use_salt(terms.salt(outgoing.salt))
+        if form not in FREE:
+            outgoing.use_salt(terms.salt(outgoing.salt))
         await self._ready.card(outgoing.model)
         infos = self._models.of(outgoing.model)
+        _check_connectors(form, infos)
+        if form in FREE:
+            name = limiter.named(http, False)
+            return AskExchange(name, AnyEngine(outgoing, infos, caller), PATHS[form], leave)
         prompt = await self.reader.read_prompt(outgoing, infos, terms.party)
         longest = infos[0].max_len
         default = _COMPLETION_TOKENS if form == "completion" else longest
@@ -130,7 +139,20 @@ class EngineText(Collector):
         )
         calls = EngineCalls(outgoing, prompt, request, caller, http.arrived_s)
         driver: RequestDriver[Piece] = RequestDriver(request, prompt.keys, caller.conductor, calls)
-        return EngineExchange(request, driver, calls, leave)
+        return EngineExchange(request, driver, calls, PATHS[form], leave)
+
+
+def _check_connectors(form: Form, infos: Sequence[InstanceInfo]) -> None:
+    """Raise BadRequest if the model's engines cannot be given a request of this form."""
+    if form in ("chat", "completion") or all(info.connector != "sglang" for info in infos):
+        return
+    raise BadRequest(
+        f"model: {infos[0].model} has SGLang engines of role prefill and decode, and these serve"
+        f" {PATHS['chat']} and {PATHS['completion']} only; use one of these, or engines of role"
+        " both",
+        "model",
+        "unsupported_parameter",
+    )
 
 
 class EngineExchange(Exchange):
@@ -141,9 +163,11 @@ class EngineExchange(Exchange):
         request: Request,
         driver: RequestDriver[Piece],
         calls: EngineCalls,
+        path: str,
         on_close: Callable[[], None],
     ) -> None:
         super().__init__(request.id, on_close)
+        self._path = path
         self._prompt = request.length
         self._driver = driver
         self._calls = calls
@@ -151,7 +175,7 @@ class EngineExchange(Exchange):
     @property
     def tokens(self) -> Tokens:
         """See Exchange."""
-        return self._prompt + self._calls.tokens
+        return max(self._prompt, self._calls.reply.counted.prompt or 0) + self._calls.tokens
 
     async def begin(self) -> Response | StreamingResponse:
         """See Exchange."""
@@ -171,6 +195,29 @@ class EngineExchange(Exchange):
 
     async def _close(self) -> None:
         await self._driver.aclose()
+
+
+class AskExchange(Exchange):
+    """The answer of any engine to a request that needs no KV."""
+
+    tokens = 0
+
+    def __init__(
+        self, name: RequestId, calls: AnyEngine, path: str, on_close: Callable[[], None]
+    ) -> None:
+        super().__init__(name, on_close)
+        self._path = path
+        self._calls = calls
+
+    async def begin(self) -> Response | StreamingResponse:
+        """See Exchange."""
+        return _response(await self._calls.answer(self._request))
+
+    async def _pour(self, write: Write) -> bool:
+        return True
+
+    async def _close(self) -> None:
+        return
 
 
 def _response(answer: EngineAnswer) -> Response:

@@ -12,8 +12,8 @@ from collections.abc import Callable
 
 from moonserve.core.errors import MoonserveError
 from moonserve.core.units import RequestId, Tokens
-from moonserve.live.http.message import Poured, Response, StreamingResponse, Write, error_reply
-from moonserve.live.openai.reply import event
+from moonserve.live.http.message import Poured, Response, StreamingResponse, Write
+from moonserve.live.openai.reply import error_event
 
 log = logging.getLogger(__name__)
 
@@ -27,6 +27,8 @@ class Exchange(Poured):
 
     def __init__(self, request: RequestId, on_close: Callable[[], None]) -> None:
         """on_close: called once, when the exchange is over."""
+        self._path = ""
+        """The path that the client called, which gives errors their shape."""
         self._request = request
         self._on_close = on_close
         self._first = b""
@@ -62,7 +64,7 @@ class Exchange(Poured):
         except MoonserveError as error:
             self._failed = True
             log.warning("%s: the stream ended with an error: %s", self._request, error)
-            return write(event(error_reply(error)))
+            return write(error_event(self._path, error))
 
     async def aclose(self) -> None:
         """End the exchange; called again, it has no effect."""

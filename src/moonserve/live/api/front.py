@@ -1,4 +1,4 @@
-"""OpenAI's API as every gateway serves it: its routes, the models, readiness, and the drain.
+"""The API as every gateway serves it: its routes, the models, readiness, and the drain.
 
 The gateway process mounts `Front` over the backend that it has. Nothing here knows what makes the
 text of a generation.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Protocol
 
 import msgspec
@@ -27,7 +28,7 @@ from moonserve.live.drive.metrics import RequestMetrics
 from moonserve.live.health import Health
 from moonserve.live.http.message import HttpRequest, Response, StreamingResponse, json_response
 from moonserve.live.http.server import Handler
-from moonserve.live.openai.request import CHAT, COMPLETION, PATHS, BodyShape, Form
+from moonserve.live.openai.request import PATHS, BodyShape, Form
 from moonserve.live.ports import ModelCard
 
 _MODELS = "/v1/models"
@@ -57,6 +58,8 @@ class Backend(Protocol):
 
     lack: str
     """What is missing if no model is alive."""
+    forms: Sequence[Form]
+    """The kinds of requests that it serves."""
     limits: Limits
     metrics: RequestMetrics
 
@@ -115,9 +118,12 @@ class Front:
     def routes(self) -> dict[tuple[str, str], Handler]:
         """The handlers of exact paths."""
         counted = self._limiter.counted
+        forms: dict[tuple[str, str], Handler] = {
+            ("POST", PATHS[form]): counted(PATHS[form], partial(self._generate, form=form))
+            for form in self._backend.forms
+        }
         return {
-            ("POST", CHAT): counted(CHAT, self._chat),
-            ("POST", COMPLETION): counted(COMPLETION, self._completion),
+            **forms,
             ("GET", _MODELS): counted(_MODELS, self._list_models),
             ("GET", "/ready"): self._ready,
             ("GET", "/metrics"): self._limiter.metrics_text,
@@ -134,7 +140,8 @@ class Front:
 
     def body_shapes(self) -> dict[str, BodyShape]:
         """The fields of bodies, by path."""
-        return {path: self._backend.body_shape(form) for form, path in PATHS.items()}
+        backend = self._backend
+        return {PATHS[form]: backend.body_shape(form) for form in backend.forms}
 
     def drain(self) -> None:
         """From now on answer new generations, and /ready, with 503; everything else goes on.
@@ -147,12 +154,6 @@ class Front:
     async def idle(self, timeout_s: float) -> bool:
         """Wait until no generation is under way, streams included. False: `timeout_s` is over."""
         return await self._limiter.idle(timeout_s)
-
-    async def _chat(self, http: HttpRequest) -> Response | StreamingResponse:
-        return await self._generate(http, "chat")
-
-    async def _completion(self, http: HttpRequest) -> Response | StreamingResponse:
-        return await self._generate(http, "completion")
 
     async def _generate(self, http: HttpRequest, form: Form) -> Response | StreamingResponse:
         if why := self._health.undecided():

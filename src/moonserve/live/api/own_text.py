@@ -37,6 +37,7 @@ class OwnText:
     """See the module. tools: returns the text tools of a model that `serving.models()` names."""
 
     lack = "no model has both a prefill and a decode instance"
+    forms: Sequence[Form] = ("chat", "completion")
 
     def __init__(
         self,

@@ -23,9 +23,9 @@ from moonserve.live.drive.lost import CallLost, EngineAnswer, Passed, logged, re
 from moonserve.live.drive.metrics import RequestMetrics
 from moonserve.live.drive.prompt_info import PromptInfo, PromptReader
 from moonserve.live.http.client import ClientStream, HttpClient
-from moonserve.live.http.message import JSON, ErrorBody, ErrorReply
+from moonserve.live.http.message import JSON, ErrorBody, shaped
 from moonserve.live.openai.external import ExternalRequest
-from moonserve.live.openai.request import PATHS
+from moonserve.live.openai.request import PATHS, Form
 from moonserve.live.ports import Conducting, Observer
 from moonserve.page import pointer
 
@@ -142,15 +142,17 @@ class Caller(msgspec.Struct, frozen=True):
         reply = await self.http.request(
             "POST", url, headers=headers, body=body, timeout_s=limit_s, again=again
         )
-        return self._judged(to, request, reply.status, reply.headers, reply.body)
+        return self._judged(to, request, asked.form, reply.status, reply.headers, reply.body)
 
-    async def rest(self, to: InstanceInfo, request: Request, stream: ClientStream) -> EngineAnswer:
+    async def rest(
+        self, to: InstanceInfo, asked: ExternalRequest, request: Request, stream: ClientStream
+    ) -> EngineAnswer:
         """Read the rest of a reply that has begun, and leave the stream. Raises as `whole` does."""
         try:
             body = await stream.read()
         finally:
             stream.leave()
-        return self._judged(to, request, stream.status, stream.headers, body)
+        return self._judged(to, request, asked.form, stream.status, stream.headers, body)
 
     def reused(
         self, prompt: PromptInfo, to: InstanceInfo, predicted: Tokens, cached: Tokens | None
@@ -184,6 +186,7 @@ class Caller(msgspec.Struct, frozen=True):
         self,
         to: InstanceInfo,
         request: Request,
+        form: Form,
         status: int,
         headers: Mapping[str, str],
         body: bytes,
@@ -198,11 +201,12 @@ class Caller(msgspec.Struct, frozen=True):
         if 400 <= status < 500 and status not in _RETRIED:
             shown = pointer(request.id, self.conductor.has_page)
             log.info("%s: %s answered %d: %s%s", request.id, to.id, status, logged(body), shown)
-            raise Passed(EngineAnswer(status, refusal(status, body)))
+            raise Passed(EngineAnswer(status, refusal(status, body, PATHS[form])))
         busy = None
         if status in _BUSY:
             wait_s = whole_number(headers.get("retry-after", ""))
-            error = ErrorReply(ErrorBody(_BUSY_TEXT, Overloaded.kind, None, "engine_busy"))
+            error = ErrorBody(_BUSY_TEXT, Overloaded.kind, None, "engine_busy")
+            said = msgspec.json.encode(shaped(PATHS[form], status, error))
             waits = {"retry-after": str(wait_s or 1)}
-            busy = EngineAnswer(status, msgspec.json.encode(error), JSON, waits)
+            busy = EngineAnswer(status, said, JSON, waits)
         raise CallLost(f"{to.id} answered {status}", busy=busy, detail=logged(body))

@@ -24,7 +24,7 @@ from moonserve.live.drive.connectors.sglang import Sglang
 from moonserve.live.drive.handover import Handed, HandoverConnector, PrefillCall
 from moonserve.live.drive.lease import LeaseWatch
 from moonserve.live.drive.lost import CallLost, EngineAnswer, logged
-from moonserve.live.drive.passing import Passing
+from moonserve.live.drive.passing import passing
 from moonserve.live.drive.prompt_info import PromptInfo
 from moonserve.live.drive.request import Life
 from moonserve.live.http.client import ClientStream
@@ -43,6 +43,8 @@ _CONNECTORS: Mapping[Connector, HandoverConnector] = {
 """The connectors that hand KV from a prefill engine to a decode engine. Without one, a single call
 does both."""
 _DRAIN_S = 0.5
+_MOST_BEFORE_BYTES = 4 << 20
+"""So much is kept at most of the events that come before the first token."""
 
 
 class EngineCalls:
@@ -59,7 +61,7 @@ class EngineCalls:
         caller: Caller,
         arrived_s: float,
     ) -> None:
-        self.reply = Passing()
+        self.reply = passing(asked.form)
         self.content_type = JSON
         self.again_s = caller.limits.again_s
         self._asked = asked
@@ -169,7 +171,7 @@ class EngineCalls:
         self._note, handed.note = handed.note, None
         if self._asked.stream and stream.status == 200:
             return await self._begun(stream, to, first_s, life)
-        return self._whole(await self._caller.rest(to, self._request, stream), life)
+        return self._whole(await self._caller.rest(to, self._asked, self._request, stream), life)
 
     async def _run(self, to: InstanceInfo, body: bytes, first_s: float, life: Life) -> Piece | None:
         """Call the engine that makes the client's reply."""
@@ -180,7 +182,7 @@ class EngineCalls:
             await stream.__aenter__()
             if stream.status != 200:
                 # raises, since the status is no success
-                return self._whole(await caller.rest(to, self._request, stream), life)
+                return self._whole(await caller.rest(to, asked, self._request, stream), life)
             return await self._begun(stream, to, until_s - self._loop.time(), life)
         limit_s = caller.limits.whole_s(first_s, asked.max_tokens)
         whole = caller.whole(to, asked, self._request, body, limit_s)
@@ -193,14 +195,20 @@ class EngineCalls:
         self, stream: ClientStream, to: InstanceInfo, left_s: float, life: Life
     ) -> bytes:
         """The first whole events of a stream."""
-        self._stream, reply = stream, Passing(self._cached, self._elsewhere)
+        reply = passing(self._asked.form, self._cached, self._elsewhere)
+        self._stream = stream
         stream.idle(max(0.001, left_s))
+        until_s = self._loop.time() + left_s
         first = b""
-        while not first and not reply.error:
+        while not first or not reply.begun:
+            if reply.error or len(first) > _MOST_BEFORE_BYTES:
+                break
+            if first and self._loop.time() > until_s:
+                raise CallLost(f"{to.id} sent no token in time")
             chunk = await stream.take()
             if chunk is None:
                 raise CallLost(f"{to.id} ended its stream before its first token")
-            first = reply.passed(reply.whole(chunk))
+            first += reply.passed(reply.whole(chunk))
         if reply.error:
             raise CallLost(f"{to.id} failed", detail=logged(reply.error))
         stream.idle(self._caller.limits.token_s)
@@ -212,7 +220,7 @@ class EngineCalls:
 
     def _whole(self, answer: EngineAnswer, life: Life) -> EngineAnswer:
         """Account for a reply that came at once, and correct its usage."""
-        self.reply = Passing(self._cached, self._elsewhere)
+        self.reply = passing(self._asked.form, self._cached, self._elsewhere)
         answer.body = self.reply.answered(answer.body)
         tokens = self.reply.counted.completion
         if self._note is not None and tokens is not None:

@@ -19,10 +19,12 @@ from moonserve.core.schedule.facts import InstanceInfo
 from moonserve.core.units import MICROS_PER_SECOND, InstanceId, Micros, Tokens
 from moonserve.live.drive.calls import Caller
 from moonserve.live.drive.lost import CallLost, EngineAnswer
+from moonserve.live.drive.passing import NAMED, NamedPassing
 from moonserve.live.external.member import Member
 from moonserve.live.http.client import ClientStream
 from moonserve.live.openai.external import ExternalRequest
-from moonserve.live.openai.reply import ReadReply, read_reply
+from moonserve.live.openai.reply import ReadChoice, ReadDetails, ReadReply, ReadUsage, read_reply
+from moonserve.live.openai.request import Form
 from moonserve.live.ports import OutgoingCall
 
 
@@ -139,7 +141,7 @@ class PrefillCall(msgspec.Struct, frozen=True):
             body = self.asked.for_prefill(params)
             limit_s = caller.limits.first_byte_s
             answer = await caller.whole(to, self.asked, self.request, body, limit_s)
-            reply = _parsed(to, answer)
+            reply = _parsed(to, self.asked.form, answer)
             note.count = 1
             note.answered(reply.cached_tokens())
             return reply
@@ -158,11 +160,22 @@ class HandoverConnector(Protocol):
         """Call the prefill engine. Raises as Caller.whole does."""
 
 
-def _parsed(to: InstanceInfo, answer: EngineAnswer) -> ReadReply:
+class _Params(msgspec.Struct):
+    kv_transfer_params: msgspec.Raw = msgspec.Raw(b"null")
+
+
+def _parsed(to: InstanceInfo, form: Form, answer: EngineAnswer) -> ReadReply:
+    named = NAMED.get(form)
     try:
-        return read_reply(answer.body)
+        if named is None:
+            return read_reply(answer.body)
+        params = msgspec.json.decode(answer.body, type=_Params).kv_transfer_params
     except UNREADABLE as error:
         raise CallLost(f"{to.id} sent no valid reply: {error}") from None
+    read = NamedPassing(named)
+    read.answered(answer.body)
+    usage = ReadUsage(read.counted.prompt, ReadDetails(read.counted.cached))
+    return ReadReply([ReadChoice(finish_reason=read.finish)], usage, params)
 
 
 def _joined(caller: Caller, instance: InstanceId) -> InstanceInfo | None:

@@ -15,7 +15,7 @@ import msgspec
 from moonserve.core.errors import UNREADABLE, MoonserveError
 from moonserve.core.units import InstanceId
 from moonserve.live.http.client import UpstreamError
-from moonserve.live.http.message import JSON
+from moonserve.live.http.message import JSON, ErrorBody, shaped
 
 _MOST_CHARS = 4_000
 """Of an engine's message; a longer one is cut."""
@@ -40,8 +40,8 @@ def logged(body: bytes) -> str:
     return body[:_LOGGED_BYTES].decode("utf-8", "replace")
 
 
-def refusal(status: int, body: bytes) -> bytes:
-    """What the client gets of an engine's 4xx about its request: the message in OpenAI's shape.
+def refusal(status: int, body: bytes, path: str) -> bytes:
+    """What the client gets of an engine's 4xx about its request: the message in the path's shape.
 
     If the engine does not answer in that shape, the client gets the status only: then the answer
     may come from something between this gateway and the engine.
@@ -55,19 +55,17 @@ def refusal(status: int, body: bytes) -> bytes:
     message = found.get("message")
     if not isinstance(message, str):
         found, message = {}, f"the engine refused the request with status {status}"
-    error = {
-        "message": without_addresses(message)[:_MOST_CHARS],
-        "type": _word(found.get("type")) or "invalid_request_error",
-        "param": _word(found.get("param")),
-        "code": _word(found.get("code")),
-    }
-    return msgspec.json.encode({"error": error})
+    error = ErrorBody(
+        without_addresses(message)[:_MOST_CHARS],
+        _text(found.get("type")) or "invalid_request_error",
+        _text(found.get("param")),
+        code if isinstance(code := found.get("code"), int) else _text(code),
+    )
+    return msgspec.json.encode(shaped(path, status, error))
 
 
-def _word(value: object) -> str | int | None:
-    if isinstance(value, str):
-        return without_addresses(value)[:_MOST_CHARS]
-    return value if isinstance(value, int) else None
+def _text(value: object) -> str | None:
+    return without_addresses(value)[:_MOST_CHARS] if isinstance(value, str) else None
 
 
 class EngineAnswer(msgspec.Struct):

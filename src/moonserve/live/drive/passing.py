@@ -7,10 +7,15 @@ report usage and the end. `external` has one object per call that makes a client
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
+
+import msgspec
 
 from moonserve.core.schedule.record import PrefillTimes
 from moonserve.core.units import Tokens
 from moonserve.live.openai import usage
+from moonserve.live.openai.external import GENERATING
+from moonserve.live.openai.request import Form
 
 _ERROR = b'"error"'
 _ERROR_EVENT = re.compile(rb'data: \{\s*"(?:error"|object":\s*"error")')
@@ -50,6 +55,11 @@ class Passing:
         end like the one before, and tell nothing new. At first it is what no event ends with."""
         self._rest = b""
         """The beginning of an event whose end has not come."""
+
+    @property
+    def begun(self) -> bool:
+        """Whether the first token has passed."""
+        return True
 
     @property
     def cached(self) -> Tokens | None:
@@ -107,6 +117,122 @@ class Passing:
         self.finish = _finish(body) or "done"
         self.done = True
         return self.put_right(body)
+
+
+class NamedReply(msgspec.Struct, frozen=True):
+    """How the events of a form are read that have names."""
+
+    token: bytes
+    """In each event that brings a piece of the text."""
+    last: re.Pattern[bytes]
+    """The end of the stream."""
+    error: re.Pattern[bytes]
+    reason: re.Pattern[bytes]
+    """Why the reply ended, in its last events or in the whole reply."""
+    usage: usage.UsageNames
+
+
+NAMED: Mapping[Form, NamedReply] = {
+    "responses": NamedReply(
+        b".delta\n",
+        re.compile(rb"^event: response\.(?:completed|incomplete)$", re.MULTILINE),
+        re.compile(rb'^event: (?:error|response\.failed)$|^data: \{\s*"error"', re.MULTILINE),
+        re.compile(rb'"status":\s*"(\w+)"'),
+        usage.UsageNames(b"cached_tokens"),
+    ),
+    "messages": NamedReply(
+        b"event: content_block_delta\n",
+        re.compile(rb"^event: message_stop$", re.MULTILINE),
+        re.compile(rb"^event: error$", re.MULTILINE),
+        re.compile(rb'"stop_reason":\s*"(\w+)"'),
+        usage.UsageNames(
+            b"cache_read_input_tokens",
+            (b"cache_read_input_tokens", b"cache_creation_input_tokens"),
+        ),
+    ),
+}
+REASONS: Mapping[str, str] = {
+    "completed": "stop",
+    "end_turn": "stop",
+    "incomplete": "length",
+    "max_tokens": "length",
+    "stop_sequence": "stop",
+    "tool_use": "tool_calls",
+}
+"""Why a reply ended, in the words of chat."""
+
+
+class NamedPassing(Passing):
+    """Counts what passes of a form whose events have names."""
+
+    def __init__(
+        self, named: NamedReply, cached: Tokens | None = None, elsewhere: bool = False
+    ) -> None:
+        super().__init__(cached, elsewhere)
+        self._named = named
+        self._reason = b""
+
+    @property
+    def begun(self) -> bool:
+        """See Passing. Some events come before the first token."""
+        return bool(self.events) or self.done
+
+    @property
+    def tokens(self) -> Tokens:
+        """See Passing."""
+        return self.counted.completion or max(1, self.events)
+
+    def passed(self, events: bytes) -> bytes:
+        """See Passing."""
+        named = self._named
+        if (found := named.error.search(events)) is not None:
+            events, self.error = events[: found.start()], events[found.start() :]
+        self.events += events.count(named.token)
+        if usage.MARK in events:
+            events = self.put_right(events)
+        if reasons := named.reason.findall(events):
+            self._reason = reasons[-1]
+        if named.last.search(events) is not None:
+            self._end()
+        return events
+
+    def put_right(self, data: bytes) -> bytes:
+        """See Passing."""
+        names = self._named.usage
+        seen = usage.read_named(data, names)
+        if seen.prompt is None:
+            return data
+        self.counted = seen
+        return usage.patched_named(data, names, self.cached) if self._elsewhere else data
+
+    def answered(self, body: bytes) -> bytes:
+        """See Passing."""
+        self._reason = next(reversed(self._named.reason.findall(body)), b"")
+        self._end()
+        return self.put_right(body)
+
+    def _end(self) -> None:
+        reason = self._reason.decode()
+        self.finish = REASONS.get(reason, reason) or "done"
+        self.done = True
+
+
+class PooledPassing(Passing):
+    """Counts what passes of a form that generates no token."""
+
+    @property
+    def tokens(self) -> Tokens:
+        """See Passing."""
+        return 0
+
+
+def passing(form: Form, cached: Tokens | None = None, elsewhere: bool = False) -> Passing:
+    """The counter for a reply of this form; see Passing."""
+    named = NAMED.get(form)
+    if named is not None:
+        return NamedPassing(named, cached, elsewhere)
+    kind = Passing if form in GENERATING else PooledPassing
+    return kind(cached, elsewhere)
 
 
 def _finish(data: bytes) -> str | None:

@@ -12,6 +12,7 @@ counted.
 from __future__ import annotations
 
 import asyncio
+import re
 from collections import Counter
 from collections.abc import Sequence
 from typing import Literal, TypeAlias
@@ -30,6 +31,7 @@ from moonserve.live.http.message import decode_json
 from moonserve.live.openai import request as openai
 from moonserve.live.openai.external import ExternalRequest
 from moonserve.live.openai.prompts import Prompts
+from moonserve.live.openai.request import PATHS
 from moonserve.live.text.tools import TextTools
 
 How: TypeAlias = Literal["ids", "tokens", "engine", "text", "unread"]
@@ -41,6 +43,12 @@ _MAX_KEYS = 65_536
 _MAX_ITEMS = 32_768
 """JSON with more marks of structure is not brought into a normal form: that takes too long."""
 _LONG_BYTES: Bytes = 64 << 10
+_CHANGING = re.compile(
+    rb',"cache_control":(?:null|\{[^{}]*\})|"cache_control":(?:null|\{[^{}]*\}),'
+    rb'|\{"type":"text","text":"x-anthropic-billing-header[^"]*"\},?'
+)
+"""What coding agents change in each turn, and engines leave out of the prompt: where a prefix ends
+that Anthropic should keep, and a block with a hash of the request."""
 _LOOK = 64
 """So many bytes of a list show what it begins with."""
 
@@ -78,15 +86,15 @@ class PromptReader:
 
         Raises BadRequest, Overloaded.
         """
-        model = asked.model
-        exact = self._engines.follows_events(model)
+        keyed = asked.generates
         found = self._given(asked, infos)
-        if found is None and exact:
+        if found is None and keyed and self._engines.follows_events(asked.model):
+            keyed = False
             found = await self._tokens(asked, infos, party)
         if found is None:
             if len(asked.raw) > _LONG_BYTES:
                 await asyncio.sleep(0)  # each step takes milliseconds: let streams go on between
-            found = self._text(asked, infos, keyed=not exact)
+            found = self._text(asked, infos, keyed)
         self.read[found.how] += 1
         return found
 
@@ -99,7 +107,7 @@ class PromptReader:
         """Read token ids that the client sent. Sets on `asked` how many prompts there are."""
         namespace = infos[0].namespace
         raw = asked.prompt
-        if asked.form == "chat" or raw[:1] == b'"':
+        if asked.form != "completion" or raw[:1] == b'"':
             return None
         if raw.count(b",") > max(info.max_len for info in infos) and _begins_with_ids(raw):
             return None  # too long for every engine, which will refuse it
@@ -120,7 +128,8 @@ class PromptReader:
         how: How = "tokens"
         tools, namespace = self._engines.text(asked.model), infos[0].namespace
         ids = None
-        if tools is not None and asked.prompts == 1 and not asked.tools:
+        own = asked.form in ("chat", "completion") and not asked.tools
+        if tools is not None and asked.prompts == 1 and own:
             ids = await self._own(asked, tools, infos[0].max_len, party)
         if ids is None and asked.prompts == 1:
             ids = await self._theirs(asked, infos[self._turn % len(infos)])
@@ -137,7 +146,7 @@ class PromptReader:
         try:
             if asked.form == "chat":
                 fields = openai.parse_chat(
-                    b'{"model":"","messages":%b}' % asked.messages, _MAX_MESSAGES
+                    b'{"model":"","messages":%b}' % asked.prompt, _MAX_MESSAGES
                 )
                 return await self._prompts.tokens(fields, tools, max_len, party)
             prompt = openai.parse_completion(b'{"model":"","prompt":%b}' % asked.prompt, max_len)
@@ -148,20 +157,17 @@ class PromptReader:
             return None
 
     async def _theirs(self, asked: ExternalRequest, info: InstanceInfo) -> list[int] | None:
-        """The ids as an engine's /tokenize makes them. None: it fails or takes too long."""
-        fields = {"model": msgspec.json.encode(asked.model)}
-        for name in ("messages", "tools", "prompt"):
-            if raw := getattr(asked, name):
-                fields[name] = raw
-        body = msgspec.json.encode({name: msgspec.Raw(raw) for name, raw in fields.items()})
+        """The ids as an engine makes them. None: it fails, cannot, or takes too long."""
+        path, body = _question(asked)
         try:
             member = self._engines.member(info.id)
             headers = {"content-type": "application/json", **member.headers}
             reply = await self._http.request(
-                "POST", member.url + "/tokenize", headers=headers, body=body, timeout_s=_TOKENIZE_S
+                "POST", member.url + path, headers=headers, body=body, timeout_s=_TOKENIZE_S
             )
             if reply.status == 200:
-                return msgspec.json.decode(reply.body, type=_Tokenized).tokens
+                tokenized = msgspec.json.decode(reply.body, type=_Tokenized)
+                return tokenized.tokens or tokenized.token_ids
         except (MoonserveError, *UNREADABLE):
             pass
         self._turn += 1
@@ -225,19 +231,44 @@ def _count_prompts(raw: bytes) -> int:
 
 
 class _Tokenized(msgspec.Struct):
-    tokens: list[int]
+    tokens: list[int] = []
+    """Of /tokenize."""
+    token_ids: list[int] = []
+    """Of vLLM's /render."""
+
+
+def _question(asked: ExternalRequest) -> tuple[str, bytes]:
+    """The path and the body by which an engine makes the tokens of a prompt.
+
+    Only the engine knows how it makes a chat of Responses and Messages: vLLM's /render does it.
+    """
+    if asked.form not in ("chat", "completion"):
+        return PATHS[asked.form] + "/render", asked.with_fields({"mm_payload": b'"none"'})
+    fields = {"model": msgspec.json.encode(asked.model)}
+    fields["messages" if asked.form == "chat" else "prompt"] = asked.prompt
+    if asked.tools:
+        fields["tools"] = asked.tools
+    raws = {name: msgspec.Raw(raw) for name, raw in fields.items()}
+    return "/tokenize", msgspec.json.encode(raws)
 
 
 def _canonical(asked: ExternalRequest) -> bytes:
     """The prompt's text in a normal form: equal prompts give equal bytes, and a longer conversation
     begins with the bytes of a shorter one. So tools come first, as in templates, then the messages
     without the end of the list. JSON of very many items stays as it is."""
+    prompt = asked.prompt
     if asked.form == "completion":
-        if asked.prompt[:1] != b'"':
-            return asked.prompt
-        return decode_json(asked.prompt, str).encode("utf-8", "replace")
-    text = _normal(asked.messages).removesuffix(b"]")
-    return _normal(asked.tools) + text if asked.tools else text
+        if prompt[:1] != b'"':
+            return prompt
+        return decode_json(prompt, str).encode("utf-8", "replace")
+    if not asked.generates:
+        return b"".join((*asked.before, prompt))
+    if asked.form == "responses" and prompt[:1] == b'"':  # the same as one message
+        prompt = b'[{"role":"user","content":%b}]' % prompt
+    text = _normal(prompt).removesuffix(b"]")
+    if asked.before:
+        text = b"".join([*map(_normal, asked.before), text])
+    return _CHANGING.sub(b"", text) if asked.form == "messages" else text
 
 
 def _normal(raw: bytes) -> bytes:

@@ -20,6 +20,7 @@ from typing import Any, Protocol, TypeAlias, TypeVar
 from urllib.parse import parse_qsl
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from moonserve.core.errors import (
     UNREADABLE,
@@ -37,6 +38,8 @@ T = TypeVar("T")
 S = TypeVar("S", bound=msgspec.Struct)
 
 JSON = "application/json"
+MESSAGES = "/v1/messages"
+"""The path whose errors have Anthropic's shape."""
 _NO_HEADERS: Mapping[str, str] = {}
 _NO_CACHE: Mapping[str, str] = MappingProxyType({"cache-control": "no-cache"})
 _RESEMBLES = 0.8
@@ -125,13 +128,28 @@ class ErrorBody(msgspec.Struct):
     message: str
     type: str
     param: str | None = None
-    code: str | None = None
+    code: str | int | None = None
+    """An int in answers of engines."""
 
 
 class ErrorReply(msgspec.Struct):
-    """OpenAI's error shape."""
+    """OpenAI's error shape; with a type it is Anthropic's too."""
 
     error: ErrorBody
+    type: str | UnsetType = UNSET
+
+
+_MESSAGES_KINDS: Mapping[int, str] = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+"""Status -> the type of an error as Anthropic names it."""
 
 
 def json_response(
@@ -195,19 +213,27 @@ def decode_open(data: bytes, shape: type[S]) -> S:
         return decode_json(msgspec.json.encode(less), shape)
 
 
-def error_reply(error: MoonserveError) -> ErrorReply:
-    """Return an operating error in OpenAI's shape; a client receives nothing else."""
+def shaped(path: str, status: int, body: ErrorBody) -> ErrorReply:
+    """Return an error as clients of this path expect it: OpenAI's shape, or Anthropic's."""
+    if path != MESSAGES:
+        return ErrorReply(body)
+    kind = _MESSAGES_KINDS.get(status, "api_error" if status >= 500 else "invalid_request_error")
+    return ErrorReply(msgspec.structs.replace(body, type=kind), "error")
+
+
+def error_reply(error: MoonserveError, path: str = "") -> ErrorReply:
+    """Return an operating error in the shape of its path; a client receives nothing else."""
     param = code = None
     if isinstance(error, BadRequest):
         param = error.param
         code = error.code
     elif isinstance(error, Overloaded):
         code = error.reason
-    return ErrorReply(ErrorBody(str(error), error.kind, param, code))
+    return shaped(path, error.status, ErrorBody(str(error), error.kind, param, code))
 
 
-def error_response(error: MoonserveError) -> Response:
-    """Return the reply to a failed request: the error's status, and a body in OpenAI's shape."""
+def error_response(error: MoonserveError, path: str = "") -> Response:
+    """Return the reply to a failed request: the error's status, and a body in the path's shape."""
     headers = {}
     if isinstance(error, Overloaded):
         if error.retry_after_s is not None:
@@ -221,7 +247,7 @@ def error_response(error: MoonserveError) -> Response:
         headers["allow"] = ", ".join(error.allowed)
     elif isinstance(error, Unauthorized):
         headers["www-authenticate"] = "Bearer"
-    return json_response(error_reply(error), error.status, headers)
+    return json_response(error_reply(error, path), error.status, headers)
 
 
 class BodySource(Protocol):

@@ -714,11 +714,12 @@ class App:
                 kind = type(error).__name__
                 args = (self.name, request.id, kind, error)
                 log.warning("%s: %s: %s: %s", *args, extra={KIND: kind})
-            return error_response(error)
+            return error_response(error, request.path)
         except Exception:
             log.exception("%s: %s: bug while serving %s", self.name, request.id, request.path)
             return error_response(
-                MoonserveError(f"internal error; look for request id {request.id} in the log")
+                MoonserveError(f"internal error; look for request id {request.id} in the log"),
+                request.path,
             )
 
     async def _pace(self, size: Bytes) -> None:

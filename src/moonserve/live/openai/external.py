@@ -13,7 +13,7 @@ from collections.abc import Collection, Mapping
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from moonserve.core.errors import BadRequest
+from moonserve.core.errors import UNREADABLE, BadRequest
 from moonserve.core.units import Tokens
 from moonserve.live.http.message import decode_json
 from moonserve.live.openai.request import BodyShape, Form
@@ -30,12 +30,86 @@ _RESERVED = (
 )
 _UNTOUCHED = msgspec.Raw(b"")
 _MAX_QUOTES = 64 << 10
-_NO_TOOLS = (b"null", b"[]")
-_PROMPTS: Mapping[Form, tuple[str, tuple[bytes, ...], str]] = {
-    "chat": ("messages", (b"[",), "a list of messages"),
-    "completion": ("prompt", (b'"', b"["), "text, or a list of texts or of token ids"),
+_NOTHING = (b"", b"null", b"[]")
+_FREE_CHOICES = (b"", b"null", b'"auto"', b'"none"')
+"""Values of tool_choice by which no tool is forced."""
+_OWN_TOOLS = frozenset({"", "custom", "function"})
+"""Types of tools that the client runs, and not the engine."""
+_LISTED = (b"[",)
+_TEXT_OR_LISTED = (b'"', b"[")
+
+
+class _Reads(msgspec.Struct, frozen=True):
+    """What the gateway reads of the bodies of one form."""
+
+    prompt: tuple[str, ...]
+    """The fields that may have the prompt; the first that is there counts."""
+    begins: tuple[bytes, ...]
+    """What a prompt may begin with."""
+    what: str
+    """What the prompt must be."""
+    before: tuple[str, ...] = ()
+    """Fields that engines put before the prompt, in this order."""
+    limits: tuple[str, ...] = ()
+    """The fields with the most tokens to generate; the first that is there counts."""
+    others: tuple[str, ...] = ("stream", "cache_salt", "vllm_xargs")
+    """Further fields."""
+
+
+_SEVERAL = ("n", "best_of", "use_beam_search", "echo", "prompt_logprobs")
+_GENERATING = ("stream", *_SEVERAL, "cache_salt", "vllm_xargs")
+_READS: Mapping[Form, _Reads] = {
+    "chat": _Reads(
+        ("messages",),
+        _LISTED,
+        "a list of messages",
+        before=("tools",),
+        limits=("max_completion_tokens", "max_tokens"),
+        others=_GENERATING,
+    ),
+    "completion": _Reads(
+        ("prompt",),
+        _TEXT_OR_LISTED,
+        "text, or a list of texts or of token ids",
+        limits=("max_tokens",),
+        others=_GENERATING,
+    ),
+    "responses": _Reads(
+        ("input",),
+        _TEXT_OR_LISTED,
+        "text, or a list of items",
+        before=("tools", "instructions"),
+        limits=("max_output_tokens",),
+    ),
+    "messages": _Reads(
+        ("messages",),
+        _LISTED,
+        "a list of messages",
+        before=("tools", "system"),
+        limits=("max_tokens",),
+    ),
+    "embeddings": _Reads(
+        ("input", "messages"),
+        _TEXT_OR_LISTED,
+        "text, or a list of texts, of token ids or of messages",
+        others=("cache_salt",),
+    ),
+    "rerank": _Reads(
+        ("documents",),
+        (*_TEXT_OR_LISTED, b"{"),
+        "a list of documents",
+        before=("query",),
+        others=("cache_salt",),
+    ),
+    "tokenize": _Reads(
+        ("prompt", "messages"), _TEXT_OR_LISTED, "text, or a list of messages", others=()
+    ),
+    "detokenize": _Reads(("tokens",), _LISTED, "a list of token ids", others=()),
 }
-"""The field of the prompt, the bytes it may begin with, and what it must be."""
+GENERATING: frozenset[Form] = frozenset({"chat", "completion", "responses", "messages"})
+"""The forms whose replies are made token by token."""
+FREE: frozenset[Form] = frozenset({"tokenize", "detokenize"})
+"""The forms that need no KV."""
 
 
 class _Body(msgspec.Struct):
@@ -45,6 +119,16 @@ class _Body(msgspec.Struct):
     messages: msgspec.Raw = _UNTOUCHED
     tools: msgspec.Raw = _UNTOUCHED
     prompt: msgspec.Raw = _UNTOUCHED
+    input: msgspec.Raw = _UNTOUCHED
+    instructions: msgspec.Raw = _UNTOUCHED
+    system: msgspec.Raw = _UNTOUCHED
+    documents: msgspec.Raw = _UNTOUCHED
+    query: msgspec.Raw = _UNTOUCHED
+    tokens: msgspec.Raw = _UNTOUCHED
+    tool_choice: msgspec.Raw = _UNTOUCHED
+    max_output_tokens: msgspec.Raw = _UNTOUCHED
+    background: msgspec.Raw = _UNTOUCHED
+    previous_response_id: msgspec.Raw = _UNTOUCHED
     stream: bool | None = None
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
@@ -68,12 +152,27 @@ class _Body(msgspec.Struct):
 
 def body_shape(form: Form) -> BodyShape:
     """The fields of a body that the gateway reads; all others go to the engine as they are."""
-    other = ("prompt",) if form == "chat" else ("messages", "tools", "max_completion_tokens")
-    return BodyShape(_Body, hidden=(*_RESERVED, *other))
+    reads = _READS[form]
+    shown = {"model", *reads.prompt, *reads.before, *reads.limits, *reads.others}
+    if form == "responses":
+        shown |= {"background", "previous_response_id", "tool_choice"}
+    if form == "messages":
+        shown.add("tool_choice")
+    return BodyShape(
+        _Body, hidden=tuple(name for name in _Body.__struct_fields__ if name not in shown)
+    )
 
 
 class _Xargs(msgspec.Struct):
     vllm_xargs: dict[str, msgspec.Raw] | None = None
+
+
+class _OutputLimit(msgspec.Struct):
+    max_output_tokens: int | None = None
+
+
+class _Typed(msgspec.Struct):
+    type: str = ""
 
 
 class ExternalRequest:
@@ -83,44 +182,50 @@ class ExternalRequest:
         """trace: headers of distributed tracing, for every call to an engine."""
         self.trace = trace or {}
         body = decode_json(raw, _Body)
+        reads = _READS[form]
         if len(raw) > _MAX_QUOTES:
-            _refuse_many_fields(raw, body)
+            _refuse_many_fields(raw, body, reads)
         if not _is_usual(body):
             _refuse_reserved(body)
         self.form = form
         self.raw = raw
         self.model = body.model
-        self.stream = bool(body.stream)
-        self.messages = bytes(body.messages)
-        self.prompt = bytes(body.prompt)
-        tools = bytes(body.tools)
-        self.tools = b"" if tools in _NO_TOOLS else tools
+        self.generates = form in GENERATING
+        self.stream = self.generates and bool(body.stream)
         self.salt = body.cache_salt or ""
         self._has_salt = body.cache_salt is not UNSET
-        prompt, begins, what = _PROMPTS[form]
-        given = self.messages if form == "chat" else self.prompt
-        if not given:
-            raise BadRequest(f"{prompt}: is missing", prompt)
-        if given[:1] not in begins:
-            raise BadRequest(f"{prompt}: must be {what}", prompt)
-        asked = body.max_completion_tokens if form == "chat" else None
-        self.max_tokens: Tokens | None = body.max_tokens if asked is None else asked
+        self.prompt = _prompt(body, reads)
+        before = [bytes(getattr(body, name)) for name in reads.before]
+        self.before = [raw for raw in before if raw not in _NOTHING]
+        """What engines put before the prompt: JSON, in this order."""
+        self.tools = bytes(body.tools) if form == "chat" and self.before else b""
+        self.max_tokens: Tokens | None = body.max_tokens
         """None: the engine's own default."""
-        self.choices = max(1, body.n or 1, body.best_of or 1)
+        if form == "chat":
+            asked = body.max_completion_tokens
+            self.max_tokens = body.max_tokens if asked is None else asked
+        elif form == "responses":
+            self.max_tokens = _checked_response(body)
+        elif not self.generates:
+            self.max_tokens = 1
+        self.choices = max(1, body.n or 1, body.best_of or 1) if reads.others is _GENERATING else 1
         self.prompts = 1
         """How many prompts a completion has; the reader of the prompt sets it."""
         self._several = bool(body.use_beam_search)
         self._prompt_logprobs = body.prompt_logprobs is not None or bool(body.echo)
+        self._alone = not self.generates or (
+            reads.others is not _GENERATING and _needs_one_engine(body)
+        )
 
     @property
     def whole(self) -> bool:
         """Whether one engine must serve all of the request.
 
         An engine hands KV to one reader, so not to several choices, beams or prompts. Only the
-        engine that computes a prompt has its logprobs.
+        engine that computes a prompt has its logprobs. See also _needs_one_engine.
         """
         several = self.choices > 1 or self.prompts > 1 or self._several
-        return several or self._prompt_logprobs
+        return several or self._prompt_logprobs or self._alone
 
     def for_prefill(self, kv_params: bytes) -> bytes:
         """The body of a prefill call: one token, no stream, and `kv_params` (JSON) for the KV."""
@@ -128,9 +233,10 @@ class ExternalRequest:
         fields = self._fields()
         for name in ("stream_options", "min_tokens"):
             fields.pop(name, None)
-        fields["max_tokens"] = one
-        if self.form == "chat":
-            fields["max_completion_tokens"] = one
+        for name in _READS[self.form].limits:
+            fields[name] = one
+        if self.form == "responses":
+            fields["store"] = msgspec.Raw(b"false")
         fields["stream"] = msgspec.Raw(b"false")
         fields["kv_transfer_params"] = msgspec.Raw(kv_params)
         return msgspec.json.encode(fields)
@@ -184,16 +290,70 @@ def _refuse_reserved(body: _Body) -> None:
             )
 
 
-def _refuse_many_fields(raw: bytes, body: _Body) -> None:
+def _prompt(body: _Body, reads: _Reads) -> bytes:
+    """The prompt as JSON. Raises BadRequest if there is none."""
+    for name in reads.prompt:
+        given = bytes(getattr(body, name))
+        if not given:
+            continue
+        if given[:1] not in reads.begins:
+            raise BadRequest(f"{name}: must be {reads.what}", name)
+        return given
+    raise BadRequest(f"{' or '.join(reads.prompt)}: is missing", reads.prompt[0])
+
+
+def _checked_response(body: _Body) -> Tokens | None:
+    """The most tokens of a response. Raises BadRequest for what only one engine could know."""
+    for name, remedy in (
+        ("previous_response_id", "responses are not kept; send the whole conversation in input"),
+        ("background", "is not served through a gateway; leave it out, and use stream"),
+    ):
+        raw = bytes(getattr(body, name))
+        if raw not in (b"", b"null", b"false"):
+            raise BadRequest(f"{name}: {remedy}", name, "unsupported_parameter")
+    raw = bytes(body.max_output_tokens)
+    if not raw:
+        return None
+    return decode_json(b'{"max_output_tokens":%b}' % raw, _OutputLimit).max_output_tokens
+
+
+def _needs_one_engine(body: _Body) -> bool:
+    """Whether the body has what prefill and decode of two engines cannot serve.
+
+    A tool that the engine runs makes further prompts of one request. And vLLM does not answer to a
+    prefill of one token if a tool must be called: it cannot read the call.
+    """
+    choice = bytes(body.tool_choice)
+    if choice not in _FREE_CHOICES and _type_of(choice) not in ("auto", "none"):
+        return True
+    tools = bytes(body.tools)
+    if tools in _NOTHING:
+        return False
+    try:
+        types = msgspec.json.decode(tools, type=list[_Typed])
+    except UNREADABLE:
+        return True  # the engine reports what is wrong with it
+    return any(tool.type not in _OWN_TOOLS for tool in types)
+
+
+def _type_of(raw: bytes) -> str:
+    try:
+        return msgspec.json.decode(raw, type=_Typed).type
+    except UNREADABLE:
+        return ""
+
+
+def _refuse_many_fields(raw: bytes, body: _Body, reads: _Reads) -> None:
     """Raise BadRequest if the fields beside the prompt would take long to take apart.
 
     Quotation marks are counted, since each field has two: it is quick, and never too few.
     """
-    prompt = sum(bytes(part).count(b'"') for part in (body.messages, body.prompt, body.tools))
+    parts = (*reads.prompt, *reads.before)
+    prompt = sum(bytes(getattr(body, name)).count(b'"') for name in parts)
     if raw.count(b'"') - prompt > _MAX_QUOTES:
         raise BadRequest(
-            f"request body: has more than {_MAX_QUOTES} quotation marks beside messages, prompt and"
-            " tools; send fewer fields"
+            f"request body: has more than {_MAX_QUOTES} quotation marks beside {', '.join(parts)};"
+            " send fewer fields"
         )
 
 

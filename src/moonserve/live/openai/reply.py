@@ -12,10 +12,13 @@ from typing import Any
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from moonserve.core.errors import MoonserveError
 from moonserve.core.schedule.record import PrefillTimes
 from moonserve.core.units import Tokens
-from moonserve.live.openai.request import Form
+from moonserve.live.http.message import error_reply
+from moonserve.live.openai.request import PATHS, Form
 
+_NAMED_EVENTS = (PATHS["responses"], PATHS["messages"])
 _encode = msgspec.json.Encoder().encode
 DONE = b"data: [DONE]\n\n"
 """The last event of a stream."""
@@ -24,6 +27,15 @@ DONE = b"data: [DONE]\n\n"
 def event(value: object) -> bytes:
     """One server-sent event with this value as JSON."""
     return b"data: %b\n\n" % _encode(value)
+
+
+def error_event(path: str, error: MoonserveError) -> bytes:
+    """The event by which a stream of this path ends with an error."""
+    reply = error_reply(error, path)
+    if path not in _NAMED_EVENTS:
+        return event(reply)
+    reply.type = "error"
+    return b"event: error\n" + event(reply)
 
 
 class PromptDetails(msgspec.Struct):

@@ -27,12 +27,29 @@ import msgspec
 from moonserve.core.errors import UNREADABLE, BadRequest
 from moonserve.core.request import Sampling, Stopping
 from moonserve.core.units import Tokens
-from moonserve.live.http.message import decode_json
+from moonserve.live.http.message import MESSAGES, decode_json
 
-Form: TypeAlias = Literal["chat", "completion"]
-"""Which of OpenAI's two kinds of request it is."""
-CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
-PATHS: Mapping[Form, str] = {"chat": CHAT, "completion": COMPLETION}
+Form: TypeAlias = Literal[
+    "chat",
+    "completion",
+    "responses",
+    "messages",
+    "embeddings",
+    "rerank",
+    "tokenize",
+    "detokenize",
+]
+"""Which kind of request it is. Our own workers serve the first two; `messages` is Anthropic's."""
+PATHS: Mapping[Form, str] = {
+    "chat": "/v1/chat/completions",
+    "completion": "/v1/completions",
+    "responses": "/v1/responses",
+    "messages": MESSAGES,
+    "embeddings": "/v1/embeddings",
+    "rerank": "/v1/rerank",
+    "tokenize": "/tokenize",
+    "detokenize": "/detokenize",
+}
 
 _MAX_STOPS = 16
 _MAX_STOP_CHARS = 1_024

@@ -40,6 +40,58 @@ def read(data: bytes) -> SeenUsage:
     return SeenUsage(prompt, counts.get(b"completion_tokens"), cached)
 
 
+class UsageNames(msgspec.Struct, frozen=True):
+    """How a form names the counts of its usage, where it differs from chat."""
+
+    cached: bytes
+    """Prompt tokens that were reused."""
+    apart: tuple[bytes, ...] = ()
+    """Counts that `input_tokens` leaves out, and that belong to the prompt."""
+
+
+_NAMED = re.compile(rb'"usage":\s*(\{[^{}]*(?:\{[^{}]*\}[^{}]*)*\})')
+_COUNT = re.compile(rb'"(\w+)":\s*(\d{1,15})')
+
+
+def read_named(data: bytes, names: UsageNames) -> SeenUsage:
+    """As `read`, of a reply with names of its own."""
+    for found in reversed(_NAMED.findall(data)):
+        usage = _counted(found, names)
+        if usage.prompt is not None:
+            return usage
+    return SeenUsage()
+
+
+def patched_named(data: bytes, names: UsageNames, cached: Tokens | None) -> bytes:
+    """As `patched`, in each usage of a reply with names of its own."""
+
+    def put(found: re.Match[bytes]) -> bytes:
+        usage = _counted(found[1], names)
+        if usage.prompt is None or usage.cached is None:
+            return found[0]
+        reused = None if cached is None else min(cached, usage.prompt)
+        text = _set(found[0], names.cached, reused)
+        return _set(text, b"input_tokens", usage.prompt - (reused or 0)) if names.apart else text
+
+    return _NAMED.sub(put, data)
+
+
+def _counted(usage: bytes, names: UsageNames) -> SeenUsage:
+    counts = {name: int(count) for name, count in _COUNT.findall(usage)}
+    prompt = counts.get(b"input_tokens")
+    if prompt is None:
+        return SeenUsage()
+    prompt += sum(counts.get(name, 0) for name in names.apart)
+    cached = counts.get(names.cached)
+    cached = None if cached is None else min(cached, prompt)
+    return SeenUsage(prompt, counts.get(b"output_tokens"), cached)
+
+
+def _set(usage: bytes, name: bytes, count: Tokens | None) -> bytes:
+    value = b"null" if count is None else b"%d" % count
+    return re.sub(rb'("%b":\s*)\d+' % name, rb"\g<1>" + value, usage, count=1)
+
+
 def patched(data: bytes, cached: Tokens | None) -> bytes:
     """The same bytes with `cached` as cached_tokens, where the reply has that field; None: null."""
     at = data.rfind(MARK)

@@ -93,6 +93,22 @@ OPERATIONS: Mapping[Route, RouteText] = {
         gives=Reply,
         headers=_OBJECTIVES,
     ),
+    ("POST", "/v1/responses"): RouteText(
+        "OpenAI's Responses, by external engines; with `stream` as server-sent events.",
+        headers=_OBJECTIVES,
+    ),
+    ("POST", "/v1/messages"): RouteText(
+        "Anthropic's Messages, by external engines; with `stream` as server-sent events.",
+        headers=_OBJECTIVES,
+    ),
+    ("POST", "/v1/embeddings"): RouteText(
+        "OpenAI's embeddings, by external engines.", headers=_OBJECTIVES
+    ),
+    ("POST", "/v1/rerank"): RouteText(
+        "Documents by their relevance to a query, by external engines.", headers=_OBJECTIVES
+    ),
+    ("POST", "/tokenize"): RouteText("A prompt's token ids, by external engines."),
+    ("POST", "/detokenize"): RouteText("The text of token ids, by external engines."),
     ("GET", "/v1/models"): RouteText("The models that are served.", gives=ModelList),
     ("GET", "/v1/models/{model}"): RouteText("One model.", gives=ModelEntry),
     ("OPTIONS", "/v1/{path}"): RouteText(

@@ -105,7 +105,7 @@ async def _decode_answered(call: PrefillCall, handed: Handed) -> None:
         if begun.status != 200:
             handed.stream = None
             # raises, since the status is no success
-            await call.caller.rest(decode, call.request, begun)
+            await call.caller.rest(decode, call.asked, call.request, begun)
     except Passed:
         raise
     except MoonserveError as error:
