@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import msgspec
+import openai
 import pytest
 
 from moonserve.core.schedule.facts import Connector, Role
@@ -413,3 +414,26 @@ def test_sglangs_pairs_are_for_chat_and_completions() -> None:
             assert PATHS["chat"] in fault(reply)["message"]
 
     run(use, ("p", "prefill", "sglang"), ("d", "decode", "sglang"))
+
+
+def test_openais_client_reads_responses_and_embeddings() -> None:
+    """Whole and streamed through a pair; a stream that breaks raises an error there."""
+
+    def work(site: Site) -> None:
+        base = site.url + "/v1"
+        client = openai.OpenAI(base_url=base, api_key="none", max_retries=0, timeout=10)
+        ask: Any = {"model": "m", "input": LONG, "instructions": "Be kind.", "max_output_tokens": 4}
+        assert client.responses.create(**ask).output_text == "".join(SAID)
+        seen = list(client.responses.create(stream=True, **ask))
+        assert [it.delta for it in seen if it.type == "response.output_text.delta"] == SAID
+        assert seen[-1].type == "response.completed"
+        vectors = client.embeddings.create(model="m", input=["a", "bc"], encoding_format="float")
+        assert [it.embedding for it in vectors.data] == [[1.0, 0.5], [2.0, 0.5]]
+        site.engines["d"].cut_after = 2
+        with pytest.raises(openai.APIError, match="closed in the middle"):
+            list(client.responses.create(stream=True, **ask))
+
+    async def use(site: Site) -> None:
+        await asyncio.to_thread(work, site)
+
+    run(use, *NIXL)

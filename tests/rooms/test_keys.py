@@ -396,6 +396,38 @@ def test_limits_hold_and_are_counted(tmp_path: Path) -> None:
     asyncio.run(test())
 
 
+def test_every_api_needs_a_key_and_counts_for_its_limits(tmp_path: Path) -> None:
+    """Tokenizers need the scope infer, and use no tokens; embeddings and Messages use those of
+    their prompts. Refusals of Messages have Anthropic's shape."""
+
+    async def test() -> None:
+        keys = (
+            made("a", tokens_per_minute=4),
+            made("b", tokens_per_minute=4, requests_per_minute=9),
+            made("prom", scopes=("metrics",)),
+        )
+        text, vectors = {"model": "m", "prompt": "sea"}, {"model": "m", "input": "some text"}
+        chat = {"role": "user", "content": "hi"}
+        talk = {"model": "m", "max_tokens": 2, "messages": [chat]}
+        asked = {"/tokenize": text, "/v1/embeddings": vectors, "/v1/messages": talk}
+        async with site(tmp_path / "keys", *keys) as it:
+            for path, body in asked.items():
+                assert (await it.call("POST", path, body)).status == 401
+                assert (await it.call("POST", path, body, **bearer("prom"))).status == 403
+            for _ in range(3):
+                assert (await it.call("POST", "/tokenize", text, **bearer("a"))).status == 200
+            assert (await it.call("POST", "/v1/embeddings", vectors, **bearer("a"))).status == 200
+            refused = await it.call("POST", "/v1/messages", talk, **bearer("a"))
+            assert fault(refused) == (429, None, "key_limit")
+            assert int(refused.headers["retry-after"]) >= 1
+            body = msgspec.json.decode(refused.body)
+            assert (body["type"], body["error"]["type"]) == ("error", "rate_limit_error")
+            assert (await it.call("POST", "/v1/messages", talk, x_api_key="b")).status == 200
+            assert (await it.call("POST", "/v1/messages", talk, x_api_key="b")).status == 429
+
+    asyncio.run(test())
+
+
 def test_tenants_share_no_kv_and_engines_see_a_salt(tmp_path: Path) -> None:
     """An external engine gets a cache_salt of each tenant, also in place of the client's own."""
 
