@@ -8,7 +8,7 @@ from typing import Literal
 import msgspec
 
 from moonserve.core.shares import Party
-from moonserve.core.units import Micros, RequestId, Tokens
+from moonserve.core.units import InstanceId, Micros, RequestId, Tokens
 
 
 class Sampling(msgspec.Struct, frozen=True):
@@ -123,6 +123,8 @@ class Request(msgspec.Struct, frozen=True):
     core.shares."""
     trace: TraceContext | None = None
     """Where its spans belong; None: it has none."""
+    among: tuple[InstanceId, ...] = ()
+    """The only instances that may serve it, as a proxy before this cluster says; empty: all."""
 
     @property
     def party(self) -> Party:

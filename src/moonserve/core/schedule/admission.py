@@ -31,9 +31,9 @@ from moonserve.core.schedule.handoff import Handoff
 from moonserve.core.schedule.objectives import Objectives, misses, own_slo
 from moonserve.core.schedule.residency import Residency
 from moonserve.core.schedule.tuning import Tuning
-from moonserve.core.schedule.view import ClusterView, InstanceView
+from moonserve.core.schedule.view import ClusterView, InstanceView, allowed
 from moonserve.core.schedule.waiting import Waiter, WaitingRoom
-from moonserve.core.units import MICROS_PER_SECOND, Micros, Tokens
+from moonserve.core.units import MICROS_PER_SECOND, InstanceId, Micros, Tokens
 
 _LEAST = itemgetter(0, 1, 2)
 
@@ -170,10 +170,11 @@ def nobody(request: Request, length: Tokens, view: ClusterView, now_us: Micros) 
 
     length: of its prompt and the tokens generated so far.
     """
-    prefills = view.prefills(request.model)
-    decodes = view.decodes(request.model)
+    prefills = allowed(view.prefills(request.model), request.among)
+    decodes = allowed(view.decodes(request.model), request.among)
     if not prefills or not decodes:
-        return Refuse(request.id, _lacking(request.model, view))
+        where = "of those that the request may use, " if request.among else ""
+        return Refuse(request.id, where + _lacking(request.model, view, request.among))
     for role, views in (("prefill", prefills), ("decode", decodes)):
         if not fits(length, views):
             why = f"no {role} instance of model {request.model} has KV memory for "
@@ -185,10 +186,10 @@ def nobody(request: Request, length: Tokens, view: ClusterView, now_us: Micros) 
     return Refuse(request.id, why, "instances_full", wait_us)
 
 
-def _lacking(model: str, view: ClusterView) -> str:
+def _lacking(model: str, view: ClusterView, among: Sequence[InstanceId]) -> str:
     """Which role of a pair is missing, in words."""
-    views = [it for it in view.instances.values() if it.info.model == model]
-    roles = [it.info.role for it in views if not it.drained]
+    views = allowed(list(view.instances.values()), among)
+    roles = [it.info.role for it in views if it.info.model == model and not it.drained]
     if "prefill" in roles and "decode" in roles:
         return f"no prefill and decode instance for model {model} have a connector in common"
     role = "decode " if "prefill" in roles else "prefill " if "decode" in roles else ""

@@ -78,6 +78,7 @@ from moonserve.core.schedule.view import (
     InstanceView,
     Prefills,
     Promised,
+    allowed,
     preferred,
 )
 from moonserve.core.schedule.waiting import Waiter, WaitingRoom
@@ -277,7 +278,7 @@ class Conductor:
         slot booked.
         """
         life = Handoff(request, keys, now_us)
-        verdict = self._decide(life, self._roles(request.model), now_us)
+        verdict = self._decide(life, self._roles(request), now_us)
         if verdict is None:
             return admission.nobody(request, life.length, self.view, now_us)
         refusal = admission.unwanted(request, verdict, self.tuning, self.view)
@@ -465,12 +466,12 @@ class Conductor:
     def _place(self, life: Handoff, now_us: Micros) -> None:
         """Bind the request to its instances, now or when one is about to be free."""
         request = life.request
-        prefills = self.view.prefills(request.model)
-        decodes = self.view.decodes(request.model)
+        prefills = allowed(self.view.prefills(request.model), request.among)
+        decodes = allowed(self.view.decodes(request.model), request.among)
         if self._policy.late and admission.fits(life.length, prefills, decodes):
             self._wait(life, prefills, now_us)
             return
-        verdict = self._decide_and_note(life, self._roles(request.model), now_us)
+        verdict = self._decide_and_note(life, self._roles(request), now_us)
         if verdict is None and (life.leases or request.id in self._parked):
             self._parked.setdefault(request.id, now_us)
         elif verdict is None:
@@ -493,7 +494,7 @@ class Conductor:
         """The best placement on these instances by now; nothing changes."""
         request = life.request
         prefills = roles.prefills.members
-        if not prefills or not roles.decodes.views:
+        if not prefills or not roles.decodes.members:
             return None
         ask = Ask(
             length=life.length,
@@ -511,14 +512,19 @@ class Conductor:
 
     def _roles(
         self,
-        model: str,
+        request: Request,
         prefills: Prefills | None = None,
         partners: Sequence[InstanceView] | None = None,
     ) -> Roles:
-        """All instances for a model, or only these of prefill."""
+        """All instances for a request, or only these of prefill."""
         view = self.view
-        found = view.prefill_role(model) if prefills is None else prefills
-        decodes = view.decode_role(model)
+        found = view.prefill_role(request.model) if prefills is None else prefills
+        decodes = view.decode_role(request.model)
+        if request.among:
+            found.sync()
+            decodes.sync()
+            found = found.only(allowed(found.members, request.among), kept=True)
+            decodes = decodes.only(allowed(decodes.members, request.among), kept=True)
         return Roles(found, decodes, partners, view.racks, view.doubts, self.index.blocks)
 
     def _bound(self, life: Handoff, verdict: Verdict, now_us: Micros) -> None:
@@ -644,7 +650,8 @@ class Conductor:
         assert decision is not None
         context = self._forecast.context(life.length)
         self._end_prefill(life, now_us)
-        able = connectors.speaking(decision.connector, self.view.decodes(request.model))
+        decodes = allowed(self.view.decodes(request.model), request.among)
+        able = connectors.speaking(decision.connector, decodes)
         view = self.view.instances.get(decision.decode)
         if view is None:
             if not able and request.id in self._unknown:
@@ -791,13 +798,15 @@ class Conductor:
                 continue
             first = earlier or first
             life = self._lives[first.request]
-            if not admission.fits(life.length, prefills, decodes):
+            among = life.request.among
+            if not admission.fits(life.length, allowed(prefills, among), allowed(decodes, among)):
                 room.remove(first.request)  # the instance that it waited for is gone
                 self._place(life, now_us)
                 continue
             fitting: Sequence[InstanceView] = prefills
-            if life.length > role.least_kv or life.failed:
-                fitting = [view for view in prefills if view.kv_tokens >= life.length]
+            if life.length > role.least_kv or life.failed or among:
+                mine = allowed(prefills, among)
+                fitting = [view for view in mine if view.kv_tokens >= life.length]
                 wanted = dict.fromkeys(preferred(fitting, life.failed))
                 free = [view for view in free if view in wanted]
             if not free:
@@ -817,8 +826,11 @@ class Conductor:
                     held.discard(goes)
                     now.add(goes)
                 continue
-            roles = self._roles(model, role.only(free, kept=True), fitting)
+            roles = self._roles(life.request, role.only(free, kept=True), fitting)
             verdict = self._decide_and_note(life, roles, now_us)
+            if verdict is None and among:  # others may decode elsewhere
+                held.add(first.request)
+                continue
             if verdict is None:
                 return
             self._bind_first(room, first, life, verdict, now_us)

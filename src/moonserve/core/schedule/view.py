@@ -365,6 +365,14 @@ def preferred(
     return [view for view in views if view.info.id not in avoid] or views
 
 
+def allowed(views: Sequence[InstanceView], among: Collection[InstanceId]) -> Sequence[InstanceView]:
+    """The views that a request may use; see Request.among."""
+    if not among:
+        return views
+    names = frozenset(among)
+    return [view for view in views if view.info.id in names]
+
+
 class Role:
     """The instances that may take one role for one model, in the order of their ids.
 

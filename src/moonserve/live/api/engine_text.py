@@ -6,9 +6,10 @@ the message of its 4xx answer reaches the client. No state of a request is kept 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import cast
 
+import msgspec
 from prometheus_client.metrics_core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -26,7 +27,7 @@ from moonserve.live.drive.engines import Engines, Models
 from moonserve.live.drive.external import EngineCalls, Piece
 from moonserve.live.drive.lost import EngineAnswer, Passed
 from moonserve.live.drive.metrics import RequestMetrics
-from moonserve.live.drive.prompt_info import PromptReader
+from moonserve.live.drive.prompt_info import PromptInfo, PromptReader
 from moonserve.live.drive.request import RequestDriver
 from moonserve.live.http.client import HttpClient
 from moonserve.live.http.message import HttpRequest, Response, StreamingResponse, Write
@@ -37,6 +38,14 @@ from moonserve.live.openai.trace_context import SamplingRule, begin_trace
 from moonserve.live.ports import Conducting, ModelCard, Observer
 
 _COMPLETION_TOKENS = Stopping().max_tokens
+
+
+class Prepared(msgspec.Struct, frozen=True):
+    """One client's request, read and checked, before the Conductor knows of it."""
+
+    outgoing: ExternalRequest
+    prompt: PromptInfo
+    request: Request
 
 
 class EngineText(Collector):
@@ -65,7 +74,7 @@ class EngineText(Collector):
         self._ready = ReadyWait(self._models.card, self.limits.wait_ready_us)
         prompts = Prompts(self.limits.offload_bytes, self.limits.max_tokenising_bytes)
         self.reader = PromptReader(engines, http, prompts)
-        self._caller = Caller(
+        self.caller = Caller(
             conductor,
             engines,
             observer,
@@ -110,36 +119,62 @@ class EngineText(Collector):
         leave: Callable[[], None],
     ) -> Exchange:
         """See Backend."""
-        caller = self._caller
-        trace = begin_trace(http.headers, self._sampling())
-        outgoing = ExternalRequest(form, body, trace.headers)
-        if form not in FREE:
-            outgoing.use_salt(terms.salt(outgoing.salt))
+        caller = self.caller
+        if form in FREE:
+            outgoing = ExternalRequest(
+                form, body, begin_trace(http.headers, self._sampling()).headers
+            )
+            infos = await self._able(outgoing)
+            http.id = limiter.named(http.id, False)
+            engine = AnyEngine(outgoing, infos, caller)
+            return AskExchange(RequestId(http.id), engine, PATHS[form], leave)
+        read = await self.prepare(http.headers, http.id, http.arrived_s, body, form, terms, limiter)
+        request, prompt = read.request, read.prompt
+        http.id = request.id
+        calls = EngineCalls(read.outgoing, prompt, request, caller, http.arrived_s)
+        driver: RequestDriver[Piece] = RequestDriver(request, prompt.keys, caller.conductor, calls)
+        return EngineExchange(request, driver, calls, PATHS[form], leave)
+
+    async def _able(self, outgoing: ExternalRequest) -> Sequence[InstanceInfo]:
+        """The instances of its model, once there are some. Raises as `exchange` does."""
         await self._ready.card(outgoing.model)
         infos = self._models.of(outgoing.model)
-        _check_connectors(form, infos)
-        if form in FREE:
-            name = limiter.named(http, False)
-            return AskExchange(name, AnyEngine(outgoing, infos, caller), PATHS[form], leave)
+        _check_connectors(outgoing.form, infos)
+        return infos
+
+    async def prepare(
+        self,
+        headers: Mapping[str, str],
+        given: str,
+        arrived_s: float,
+        body: bytes,
+        form: Form,
+        terms: ClientTerms,
+        limiter: Limiter,
+    ) -> Prepared:
+        """Read one request whose prompt is read. given: its id, which `limiter` may change;
+        arrived_s: when its headers came, by the loop's clock. Raises as `exchange` does."""
+        trace = begin_trace(headers, self._sampling())
+        outgoing = ExternalRequest(form, body, trace.headers)
+        outgoing.use_salt(terms.salt(outgoing.salt))
+        infos = await self._able(outgoing)
         prompt = await self.reader.read_prompt(outgoing, infos, terms.party)
         longest = infos[0].max_len
         default = _COMPLETION_TOKENS if form == "completion" else longest
         request = Request(
-            id=limiter.named(http, caller.conductor.known(RequestId(http.id))),
+            id=limiter.named(given, self.caller.conductor.known(RequestId(given))),
             model=outgoing.model,
             length=prompt.length,
             stopping=Stopping(max_tokens=min(max(1, outgoing.max_tokens or default), longest)),
             slo=terms.slo,
             priority=terms.priority,
-            arrived_us=seconds_to_us(http.arrived_s),
+            arrived_us=seconds_to_us(arrived_s),
             whole=outgoing.whole,
             tenant=terms.tenant,
             address=terms.party.address,
             trace=trace.context,
         )
-        calls = EngineCalls(outgoing, prompt, request, caller, http.arrived_s)
-        driver: RequestDriver[Piece] = RequestDriver(request, prompt.keys, caller.conductor, calls)
-        return EngineExchange(request, driver, calls, PATHS[form], leave)
+        return Prepared(outgoing, prompt, request)
 
 
 def _check_connectors(form: Form, infos: Sequence[InstanceInfo]) -> None:

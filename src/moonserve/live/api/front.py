@@ -170,7 +170,7 @@ class Front:
 
         def leave() -> None:
             nonlocal counted
-            self._limiter.leave(http, party)
+            self._limiter.leave(http.gone, party)
             if counted is not None:
                 call.spent(counted.tokens)
                 counted = None  # it has `leave`: no request that has ended may be a cycle
@@ -179,7 +179,11 @@ class Front:
         if http.unread():
             self._limiter.check(party)
             await http.soon()  # a small body that comes just behind its head is not on its way
-        with self._limiter.body(http, party) if http.unread() else _ARRIVED:
+        with (
+            self._limiter.body(http.headers, http.max_body_bytes, party)
+            if http.unread()
+            else _ARRIVED
+        ):
             body = await http.body()
             self._limiter.enter(party)
             try:

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import ipaddress
 import secrets
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 
 import msgspec
@@ -164,14 +164,15 @@ class Limiter:
         self._in_flight.take(party)
 
     @contextlib.contextmanager
-    def body(self, http: HttpRequest, party: Party) -> Iterator[None]:
+    def body(self, headers: Mapping[str, str], most: Bytes, party: Party) -> Iterator[None]:
         """Count a body while the block receives and decodes it. Raises Overloaded.
 
-        Call it for a body that has not arrived with its head: small ones find room always.
+        Call it for a body that has not arrived with its head: small ones find room always. headers:
+        of its request; most: its largest size.
         """
         limits = self._limits
-        declared = whole_number(http.headers.get("content-length", ""))
-        size = http.max_body_bytes
+        declared = whole_number(headers.get("content-length", ""))
+        size = most
         if declared is not None:
             size = max(1, min(size, declared))
         count_limit = self._bodies.limit(limits.max_bodies, party)
@@ -204,21 +205,23 @@ class Limiter:
         loop.call_later(len(body) / _DECODED_BYTES_PER_S, self._decoding.end)
         await check_structure(body, _STRUCTURE_BYTES + _ID_BYTES * longest)
 
-    def named(self, http: HttpRequest, taken: bool) -> RequestId:
-        """The id of a request. taken: another request under way has the id that the client sent.
+    def named(self, given: str, taken: bool) -> RequestId:
+        """The id of a request. given: by its client, or made for it; taken: another request under
+        way has that id.
 
         Two requests with one id would share leases and ledgers. The reply has the new id, by which
         decisions are found.
         """
         if taken or self._limits.shares_ids:
-            http.id = f"{http.id}-{secrets.token_hex(4)}"
-        return RequestId(http.id)
+            given = f"{given}-{secrets.token_hex(4)}"
+        return RequestId(given)
 
-    def leave(self, http: HttpRequest, party: Party) -> None:
-        """Count the end of a generation, however it ended."""
+    def leave(self, gone: bool, party: Party) -> None:
+        """Count the end of a generation, however it ended. gone: whether its client has
+        disconnected."""
         self.metrics.in_flight -= 1
         self._in_flight.give(party)
-        self.metrics.disconnects += http.gone
+        self.metrics.disconnects += gone
         self._left.set()
 
     async def metrics_text(self, request: HttpRequest) -> Response:

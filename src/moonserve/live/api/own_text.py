@@ -122,8 +122,9 @@ class OwnText:
         prompt = await self._prompts.tokens(fields, tools, card.max_len, terms.party)
         rule = self._sampling()
         stopping = openai.stopping(fields, max_tokens(fields, len(prompt), card.max_len))
+        http.id = limiter.named(http.id, http.id in self._live)
         return Request(
-            id=limiter.named(http, http.id in self._live),
+            id=RequestId(http.id),
             model=card.name,
             length=len(prompt),
             prompt=tuple(prompt),

@@ -25,7 +25,7 @@ from moonserve.live.openai.trace_context import SamplingRule
 from moonserve.live.ports import DriverFact
 from moonserve.live.rpc.connection import ConnectionLimits
 
-PROTOCOL = "moonserve-fronts/7"
+PROTOCOL = "moonserve-fronts/8"
 PATH = "/internal/front"
 """Where a Conductor's HTTP server switches a front's connection to rpc."""
 LIMITS = ConnectionLimits(frame_bytes=256 << 20, unread_bytes=256 << 20, beat_s=1.0, missed_beats=5)
@@ -97,6 +97,7 @@ class Opened(msgspec.Struct, frozen=True, tag=True):
     tenant: str
     address: str
     trace: TraceContext | None = None
+    among: tuple[InstanceId, ...] = ()
 
     def request(self, now_us: Micros) -> Request:
         """The request as the Conductor receives it at `now_us` of its clock; its prompt has a
@@ -113,6 +114,7 @@ class Opened(msgspec.Struct, frozen=True, tag=True):
             tenant=self.tenant,
             address=self.address,
             trace=self.trace,
+            among=self.among,
         )
 
 
@@ -132,6 +134,7 @@ def opened(request: Request, keys: Sequence[BlockKey], now_us: Micros) -> Opened
         tenant=request.tenant,
         address=request.address,
         trace=request.trace,
+        among=request.among,
     )
 
 
