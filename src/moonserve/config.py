@@ -111,6 +111,16 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             " then has its own process",
         ),
     ] = 1
+    picker_port: Annotated[
+        int,
+        msgspec.Meta(ge=0, le=65535),
+        _flag(
+            "picker",
+            "PORT",
+            "port at which the endpoint picker speaks gRPC with proxies such as Envoy; 0 takes a"
+            " free one",
+        ),
+    ] = 9002
     conductor: Annotated[
         str,
         _flag(
@@ -469,6 +479,15 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             " half of all",
         ),
     ] = 0
+    max_in_flight: Annotated[
+        int,
+        msgspec.Meta(ge=1, le=1 << 20),
+        _flag(
+            "up gateway front",
+            "N",
+            "most requests that each of these processes has under way; more are answered 429",
+        ),
+    ] = 1_024
     rack: Annotated[
         str,
         _flag(
@@ -630,10 +649,17 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     kubernetes: tuple[dict[str, object], ...] | None = None
     """Where Kubernetes lists more of them: Services and InferencePools; docs/how-to/kubernetes.md
     has the fields."""
+    objectives: dict[str, Annotated[int, msgspec.Meta(ge=-100, le=100)]] = {}
+    """Priorities of the objectives that requests before a picker may name, by their names."""
     logging: Logging = Logging()
 
 
 FIELDS: tuple[str, ...] = Settings.__struct_fields__
+_NOT_OF_PICKER = {
+    *("workers", "store_url", "eviction", "store", "cpp", "spread_bytes", "keys", "open"),
+    *("metrics_access", "cors_origins", "keep_alive_s", "max_connections", "address_connections"),
+}
+"""Flags of `gateway` that `picker` lacks: it has no clients of its own, and no workers."""
 _Filled = TypeVar("_Filled", bound=msgspec.Struct)
 
 
@@ -642,11 +668,18 @@ def all_flags() -> dict[str, Flag]:
     """The settings that flags and environment variables set, in the order of `Settings`."""
     hints = get_type_hints(Settings, include_extras=True)
     return {
-        name: marked
+        name: _with_picker(name, marked)
         for name in FIELDS
         for marked in getattr(hints[name], "__metadata__", ())
         if isinstance(marked, Flag)
     }
+
+
+def _with_picker(name: str, flag: Flag) -> Flag:
+    """A picker is a gateway without clients of its own."""
+    if "gateway" not in flag.commands or name in _NOT_OF_PICKER:
+        return flag
+    return msgspec.structs.replace(flag, commands=flag.commands | {"picker"})
 
 
 def filled(kind: type[_Filled], settings: Settings, command: str, /, **others: Any) -> _Filled:

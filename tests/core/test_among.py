@@ -1,4 +1,4 @@
-"""Requests that only some instances may serve: Request.among, as a proxy before the cluster says."""
+"""Requests that only some instances may serve, as a proxy says: Request.among."""
 
 from __future__ import annotations
 

@@ -89,7 +89,7 @@ FLOORS = {
             "control",
             "record",
         ),
-        *("record", "api", "fronts", "worker", "process"),
+        *("record", "api", "fronts", "picker", "worker", "process"),
     ),
 }
 """The rooms from the ground up; a room imports only rooms before it."""

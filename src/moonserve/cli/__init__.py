@@ -54,6 +54,7 @@ _COMMANDS: dict[str, tuple[str, str]] = {
         "moonserve.cli.roles:conductor",
         "Run the Conductor alone, for fronts on any host.",
     ),
+    "picker": ("moonserve.cli.roles:picker", "Pick endpoints for Envoy and its kin."),
     "worker": ("moonserve.cli.roles:worker", "Run one prefill or decode worker."),
     "instances": (
         "moonserve.cli.fleet:instances",

@@ -137,13 +137,68 @@ def conductor(
     run_role(run_conductor(made, engines, kept, advertise_port))
 
 
+@click.command()
+@settings_options("picker")
+@instances_options
+@advertise_host_option
+def picker(
+    config: Path | None,
+    advertise_host: str | None,
+    named: Named,
+    **flags: str | None,
+) -> None:
+    """Pick endpoints for Envoy and its kin.
+
+    It speaks the endpoint picker protocol of the Gateway API Inference Extension: a proxy asks it
+    over gRPC where to send each request, and sends it there itself. The Conductor runs in it, or
+    elsewhere with --conductor. It needs external engines, and the extra moonserve[picker].
+    """
+    settings = read_settings(config, flags)
+    if settings.conductor:
+        if settings.conductor.startswith(IN_ETCD) and not settings.registry:
+            settings = msgspec.structs.replace(settings, registry=settings.conductor)
+        _check_front(settings, named, flags, advertise_host)
+        _run_front(settings, config, False, _of_picker(settings))
+        return
+    engines = engines_of(settings, config, named_by_flags(named), flags["model"])
+    if engines is None:
+        raise ConfigError(
+            "is missing: a picker picks among external engines; describe them in a file, name them"
+            " with --url, or name a Conductor that has some with --conductor",
+            "instances",
+        )
+    sources = sources_of(settings)
+    token = member_token(note, settings.host) if settings.registry else own_token(note)
+    from moonserve.live.process.supervise import die_with_parent
+
+    die_with_parent()  # before the slow imports
+    from moonserve.live.process.gateway import run_gateway
+
+    made = _config_of(
+        settings,
+        "picker",
+        token,
+        True,
+        advertise_host=advertise_host,
+        kubernetes=sources,
+        **_of_picker(settings),
+    )
+    run_role(run_gateway(made, engines))
+
+
+def _of_picker(settings: Settings) -> dict[str, Any]:
+    return {"picker_port": settings.picker_port, "objectives": settings.objectives}
+
+
 def _check_front(
     settings: Settings, named: Named, flags: Mapping[str, str | None], advertised: str | None
 ) -> None:
     """Refuse flags that a front does not read: the Conductor has those. Raises ConfigError."""
     known = all_flags()
     given = [name for name, value in flags.items() if value is not None]
-    others = [name for name in given if "front" not in known[name].commands]
+    others = [
+        name for name in given if "front" not in known[name].commands and name != "picker_port"
+    ]
     others += [name for name in Named.__struct_fields__ if getattr(named, name)]
     if advertised is not None:
         others.append("advertise_host")
@@ -152,7 +207,13 @@ def _check_front(
         raise ConfigError(remedy, others[0])
 
 
-def _run_front(settings: Settings, config: Path | None, shared: bool) -> None:
+def _run_front(
+    settings: Settings,
+    config: Path | None,
+    shared: bool,
+    others: Mapping[str, Any] | None = None,
+) -> None:
+    """others: further fields of the configuration."""
     from moonserve.live.fronts.road import is_socket
 
     where = settings.conductor
@@ -170,7 +231,8 @@ def _run_front(settings: Settings, config: Path | None, shared: bool) -> None:
         return
     from moonserve.live.process.fronts import run_front
 
-    run_role(run_front(_config_of(settings, "front", token, False), shared))
+    made = _config_of(settings, "front", token, False, **(others or {}))
+    run_role(run_front(made, shared))
 
 
 def _config_of(

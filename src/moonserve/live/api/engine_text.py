@@ -97,6 +97,10 @@ class EngineText(Collector):
         """See Backend."""
         return self._models.card(name)
 
+    def instances(self, model: str) -> Sequence[InstanceInfo]:
+        """Those of this model, at least one. Raises as `card` does."""
+        return self._models.of(model)
+
     def collect(self) -> Iterable[Metric]:
         """Called by the registry."""
         family = CounterMetricFamily(

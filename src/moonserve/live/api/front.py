@@ -27,7 +27,7 @@ from moonserve.live.api.limiter import SMALL_BODY_BYTES, Limiter, Limits, networ
 from moonserve.live.drive.metrics import RequestMetrics
 from moonserve.live.health import Health
 from moonserve.live.http.message import HttpRequest, Response, StreamingResponse, json_response
-from moonserve.live.http.server import Handler
+from moonserve.live.http.server import Handler, ProcessPart
 from moonserve.live.openai.request import PATHS, BodyShape, Form
 from moonserve.live.ports import ModelCard
 
@@ -104,6 +104,8 @@ class Front:
         """guard: finds the API key of a request, whose limits `meter` counts; None: there are no
         keys. salted: whether tenants share no KV. cors: answers preflights; None: nobody does."""
         self.metrics = backend.metrics
+        self.parts: Sequence[ProcessPart] = ()
+        """Further parts of the process that it needs: none."""
         self._backend = backend
         self._limiter = Limiter(backend.limits, self.metrics)
         self._created = int(time.time())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from collections.abc import Mapping
 from typing import Literal
 
 import msgspec
@@ -99,6 +100,10 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True):
     process has the Conductor."""
     conductor_s: float = 30.0
     """How long a front waits for it at the start."""
+    picker_port: int | None = None
+    """Port of the endpoint picker, which then takes the place of the clients' API; None: none."""
+    objectives: Mapping[str, int] = {}
+    """Priorities by the name that a proxy's request may give: see live.picker."""
     socket: str = ""
     """Unix socket at which a Conductor accepts the fronts of this host too; empty: none."""
     max_in_flight: int = 1_024

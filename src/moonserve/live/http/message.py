@@ -290,7 +290,7 @@ class HttpRequest:
         self.headers = headers
         self.address = ""
         """The IP address of the connection's other end, as text; empty for a unix socket."""
-        self.id = _request_id(headers.get("x-request-id"))
+        self.id = request_id(headers.get("x-request-id"))
         self.arrived_s = 0.0
         """The loop's time when the headers were complete. From then on the client waits for the
         server, also while other handlers run."""
@@ -488,7 +488,8 @@ class HttpRequest:
             self._watched.cancel()
 
 
-def _request_id(given: str | None) -> str:
+def request_id(given: str | None) -> str:
+    """The id that a client has given its request, if it is valid; else a new one."""
     if given is not None and _REQUEST_ID.fullmatch(given):
         return given
     return f"req-{_PROCESS}{next(_NUMBERS):08x}"

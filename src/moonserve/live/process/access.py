@@ -51,7 +51,8 @@ class Access:
         """registry: has the keys if `config.keys` says so. meter: counts the requests of keys.
         Raises ConfigError.
         """
-        check_clients(config.host, config.keys, config.registry, config.open)
+        if config.picker_port is None:  # a picker serves no clients
+            check_clients(config.host, config.keys, config.registry, config.open)
         if config.open and not is_loopback(config.host):
             log.warning(
                 "OPEN TO ALL: whoever reaches %s may use this gateway without an API key",

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
+from moonserve.core.errors import ConfigError
 from moonserve.core.units import Tokens, seconds_to_us
 from moonserve.live.access.meter import LocalMeter
 from moonserve.live.api.engine_text import EngineText
@@ -38,7 +39,7 @@ from moonserve.live.openai.trace_context import SamplingRule
 from moonserve.live.ports import Conducting, Registry
 from moonserve.live.process.access import Access
 from moonserve.live.process.external import ExternalEngines, ExternalSettings
-from moonserve.live.process.parts import Process, run
+from moonserve.live.process.parts import ClientSide, Process, run
 from moonserve.live.record.recorder import Recorder
 from moonserve.live.record.traces import Traces, trace_settings
 from moonserve.live.text.template import load_template
@@ -226,8 +227,8 @@ def front_of(
     access: Access,
     orders: OrderedBy,
     sampling: Callable[[], SamplingRule | None],
-) -> Front:
-    """OpenAI's API over the instances of the Conductor.
+) -> ClientSide:
+    """OpenAI's API over the instances of the Conductor, or a picker if the settings have its port.
 
     They are workers, which serve the model of `text`, or the external engines of `fleet`. orders:
     of the Conductor, for workers. sampling: which requests have spans, as the Conductor's process
@@ -249,16 +250,57 @@ def front_of(
     health.report_unready(expected.missing)
     if fleet is not None:
         call_limits = CallLimits(config.prefill_timeout_s, token_s=config.token_timeout_s)
-        return _front(
-            EngineText(conductor, fleet, fleet, http, limits, call_limits, sampling),
-            health,
-            access,
+        engines = EngineText(conductor, fleet, fleet, http, limits, call_limits, sampling)
+        if config.picker_port is not None:
+            return _picker(config, config.picker_port, engines, health, access)
+        return _front(engines, health, access)
+    if config.picker_port is not None:
+        raise ConfigError(
+            "has workers of moonserve, which take calls of its gateways only; name a Conductor of"
+            " external engines",
+            "conductor",
         )
     assert text is not None, "workers serve a model whose text side is read at the start"
     wire = WireClient(http, config.token, config.prefill_timeout_s, config.token_timeout_s, orders)
     serving = EmbeddedServing(conductor, wire, {text.name: text.max_len})
     backend = OwnText(serving, {text.name: text.tools}.__getitem__, limits, sampling)
     return _front(backend, health, access)
+
+
+def _picker(
+    config: GatewayConfig, port: int, engines: EngineText, health: Health, access: Access
+) -> ClientSide:
+    """The endpoint picker for these engines. Raises ConfigError: its packages are missing."""
+    try:
+        from moonserve.live.picker.front import PickerFront
+        from moonserve.live.picker.server import PickerServer
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"the package {error.name} is not installed; install moonserve[picker]", "picker"
+        ) from None
+
+    def server(front: PickerFront) -> list[ProcessPart]:
+        return [
+            PickerServer(
+                front,
+                config.host,
+                port,
+                most=config.max_body_bytes,
+                streams=config.max_in_flight,
+                tls=config.tls,
+                client_auth=config.tls_client_auth,
+            )
+        ]
+
+    return PickerFront(
+        engines,
+        health,
+        server,
+        most=config.max_body_bytes,
+        within_s=config.prefill_timeout_s,
+        objectives=config.objectives,
+        salted=access.salted,
+    )
 
 
 def _front(backend: Backend, health: Health, access: Access) -> Front:

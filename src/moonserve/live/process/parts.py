@@ -9,13 +9,13 @@ from __future__ import annotations
 import asyncio
 import gc
 from collections.abc import Callable, Coroutine, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from moonserve.core.units import Bytes
 from moonserve.live.access.guard import Guard
-from moonserve.live.api.front import Front
 from moonserve.live.control.config import GatewayConfig
 from moonserve.live.control.views import Figures
+from moonserve.live.drive.metrics import RequestMetrics
 from moonserve.live.http.client import HttpClient
 from moonserve.live.http.places import PlaceLimits
 from moonserve.live.http.server import (
@@ -27,6 +27,7 @@ from moonserve.live.http.server import (
     serve,
     serve_socket,
 )
+from moonserve.live.openai.request import BodyShape
 from moonserve.live.process.about import About
 from moonserve.live.process.metrics import ProcessKind, ProcessMetrics
 from moonserve.live.process.profiles import LoopProfiler, Profiles
@@ -39,6 +40,29 @@ _PART_S = 1.0
 port."""
 
 
+class ClientSide(Protocol):
+    """What serves clients, or the proxy before them: Front, or PickerFront."""
+
+    metrics: RequestMetrics
+    parts: Sequence[ProcessPart]
+    """Parts that it needs; they start last."""
+
+    def routes(self) -> Routes:
+        """Handlers of exact paths."""
+
+    def prefixes(self) -> Routes:
+        """Handlers of path prefixes."""
+
+    def body_shapes(self) -> dict[str, BodyShape]:
+        """The fields of bodies, by path."""
+
+    def drain(self) -> None:
+        """Refuse new requests from now on."""
+
+    async def idle(self, timeout_s: float) -> bool:
+        """Wait until no request is under way. False: `timeout_s` is over."""
+
+
 class Process:
     """Parts that share one HTTP client and one server; made and started by the assemblies."""
 
@@ -47,7 +71,7 @@ class Process:
         config: GatewayConfig,
         http: HttpClient,
         parts: Sequence[ProcessPart],
-        front: Front | None = None,
+        front: ClientSide | None = None,
         *,
         guard: Guard,
         name: ProcessKind,
@@ -56,7 +80,7 @@ class Process:
         server, for its log."""
         self.http = http
         self._config = config
-        self._parts = list(parts)
+        self._parts = [*parts, *([] if front is None else front.parts)]
         self._front = front
         self._guard = guard
         self._name = name
@@ -119,7 +143,7 @@ class Process:
             await self.stop(0)
             raise
 
-    def _mounted(self, of: Callable[[ProcessPart | Front], Routes]) -> Routes:
+    def _mounted(self, of: Callable[[ProcessPart | ClientSide], Routes]) -> Routes:
         mounted = {} if self._front is None else of(self._front)
         for part in self._parts:
             mounted = mounted | of(part)
