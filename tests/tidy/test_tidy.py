@@ -89,7 +89,7 @@ FLOORS = {
             "control",
             "record",
         ),
-        *("record", "api", "fronts", "picker", "worker", "process"),
+        *("record", "api", "picker", "fronts", "worker", "process"),
     ),
 }
 """The rooms from the ground up; a room imports only rooms before it."""

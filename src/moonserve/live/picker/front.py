@@ -50,9 +50,9 @@ from moonserve.live.picker.protocol import (
     PREFILLER,
     RANK,
     Answered,
-    Asked,
     Headed,
     Pick,
+    PickAsked,
     PickerStream,
     ReplyPiece,
     refused,
@@ -79,7 +79,7 @@ Read = Callable[[], Awaitable[ProcessingRequest | None]]
 Write = Callable[[ProcessingResponse], Awaitable[None]]
 
 
-class _Model(msgspec.Struct):
+class _NamedModel(msgspec.Struct):
     """What is read of a body without a prompt."""
 
     model: str = ""
@@ -198,7 +198,7 @@ class PickerFront:
 
     async def _whole(
         self, served: _Served, stream: PickerStream, read: Read, write: Write
-    ) -> Asked | None:
+    ) -> PickAsked | None:
         """The whole request; None: it ended before. Raises what the client gets."""
         try:
             async with asyncio.timeout(_BODY_S):
@@ -208,7 +208,7 @@ class PickerFront:
                         await write(reply)
                     if isinstance(event, Headed):
                         self._expect(served, event)
-                    if isinstance(event, Asked):
+                    if isinstance(event, PickAsked):
                         return event
         except TimeoutError:
             raise DeadlineExceeded(f"the body has not come within {_BODY_S:g} s") from None
@@ -222,7 +222,7 @@ class PickerFront:
         if size is None or size > SMALL_BODY_BYTES:
             served.held.enter_context(self._limiter.body(head.headers, self._most, party))
 
-    async def _pick(self, served: _Served, asked: Asked) -> Pick:
+    async def _pick(self, served: _Served, asked: PickAsked) -> Pick:
         if why := self._health.undecided():
             raise NobodyAlive(why)
         path = asked.headers.get(":path", "").partition("?")[0]
@@ -241,7 +241,7 @@ class PickerFront:
             )
         return await self._place(served, asked, asked.body, form)
 
-    async def _place(self, served: _Served, asked: Asked, body: bytes, form: Form) -> Pick:
+    async def _place(self, served: _Served, asked: PickAsked, body: bytes, form: Form) -> Pick:
         """Have the Conductor place a generation."""
         terms = self._terms(asked.headers)
         served.enter(self._limiter, terms.party)
@@ -309,7 +309,7 @@ class PickerFront:
             )
         return found
 
-    async def _pick_any(self, asked: Asked) -> Pick:
+    async def _pick_any(self, asked: PickAsked) -> Pick:
         """An instance for a request without a prompt that is read here: each in turn."""
         model = _model_of(asked.body) if asked.body else ""
         known = [card.name for card in self._backend.cards()]
@@ -363,7 +363,7 @@ class _Served:
         limiter.enter(party)
         self._leave = lambda: limiter.leave(not self.status, party)
 
-    def follow(self, event: Headed | Asked | Answered | ReplyPiece | None) -> None:
+    def follow(self, event: Headed | PickAsked | Answered | ReplyPiece | None) -> None:
         """Report what has become of the reply."""
         if isinstance(event, Answered):
             self.status = event.status
@@ -404,6 +404,6 @@ def _address(headers: Mapping[str, str]) -> str:
 
 def _model_of(body: bytes) -> str:
     try:
-        return decode_json(body, _Model).model
+        return decode_json(body, _NamedModel).model
     except BadRequest:
         return ""  # the engine says what is wrong with it

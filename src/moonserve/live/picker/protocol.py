@@ -74,7 +74,7 @@ class Headed(msgspec.Struct, frozen=True):
     headers: Mapping[str, str]
 
 
-class Asked(msgspec.Struct, frozen=True):
+class PickAsked(msgspec.Struct, frozen=True):
     """A request is whole: pick an endpoint for it."""
 
     headers: Mapping[str, str]
@@ -104,7 +104,7 @@ class ReplyPiece(msgspec.Struct, frozen=True):
     over: bool
 
 
-Event: TypeAlias = Headed | Asked | Answered | ReplyPiece
+Event: TypeAlias = Headed | PickAsked | Answered | ReplyPiece
 
 
 class Pick(msgspec.Struct, frozen=True):
@@ -203,11 +203,11 @@ class PickerStream:
         self._body.append(piece.body)
         return [], self._whole() if piece.end_of_stream else None
 
-    def _whole(self) -> Asked:
+    def _whole(self) -> PickAsked:
         self._is_whole = True
         body = b"".join(self._body) if self._has_body else None
         self._body.clear()
-        return Asked(self._headers, body, self._subset)
+        return PickAsked(self._headers, body, self._subset)
 
     def picked(self, pick: Pick) -> list[ProcessingResponse]:
         """The replies that send the request on to where it goes."""
