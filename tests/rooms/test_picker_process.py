@@ -155,9 +155,9 @@ def test_a_picker_with_tls_takes_proxies_with_a_certificate(tmp_path: Path) -> N
                     exchange = Exchange(channel)
                     if status is None:
                         with pytest.raises((grpc.aio.AioRpcError, asyncio.CancelledError)):
-                            await exchange.ask(completion())
+                            await exchange.ask(completion(), path="/v1/embeddings")
                         continue
-                    reply = await exchange.ask(completion())
+                    reply = await exchange.ask(completion(), path="/v1/embeddings")
                     assert reply.immediate_response.status.code == status
         finally:
             await process.stop(0)
