@@ -66,16 +66,20 @@ class PickerServer(ProcessPart):
 
     async def start(self, port: int) -> None:
         """Listen. Raises ConfigError."""
+        streams = self._streams + _MORE_STREAMS
         self._server = server = grpc.aio.server(
             options=[
                 ("grpc.max_receive_message_length", self._most + _ROOM),
-                ("grpc.max_concurrent_streams", self._streams + _MORE_STREAMS),
+                ("grpc.max_concurrent_streams", streams),
+                # of a burst of more than 1,000 gRPC would cancel some by chance
+                ("grpc.server.max_pending_requests", streams),
+                ("grpc.server.max_pending_requests_hard_limit", streams),
                 ("grpc.keepalive_time_ms", _KEPT_ALIVE_MS),
                 ("grpc.keepalive_timeout_ms", _ANSWERED_MS),
                 ("grpc.http2.min_ping_interval_without_data_ms", _ANSWERED_MS),
                 ("grpc.so_reuseport", 0),
             ],
-            maximum_concurrent_rpcs=self._streams + _MORE_STREAMS,
+            maximum_concurrent_rpcs=streams,
         )
         add_ExternalProcessorServicer_to_server(_Processor(self._front), server)
         add_HealthServicer_to_server(_HealthService(self._front), server)
