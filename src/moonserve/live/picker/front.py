@@ -150,14 +150,14 @@ class PickerFront:
     async def serve(self, read: Read, write: Write) -> None:
         """Serve one request of the proxy, until it ends or this is cancelled: then its client has
         gone, or its reply is whole."""
-        served = _Served(asyncio.get_running_loop().time())
+        served = _UnderWay(asyncio.get_running_loop().time())
         try:
             await self._serve(served, read, write)
         finally:
             served.close()
             self.metrics.requests[served.route, served.status or _CLIENT_GONE] += 1
 
-    async def _serve(self, served: _Served, read: Read, write: Write) -> None:
+    async def _serve(self, served: _UnderWay, read: Read, write: Write) -> None:
         stream = PickerStream(self._most)
         try:
             asked = await self._whole(served, stream, read, write)
@@ -181,7 +181,7 @@ class PickerFront:
             log.warning("%s: the proxy's stream ends: %s", served.route, error)
 
     async def _follow(
-        self, served: _Served, stream: PickerStream, read: Read, write: Write
+        self, served: _UnderWay, stream: PickerStream, read: Read, write: Write
     ) -> None:
         """Watch the reply until it ends. Raises PickerMisconfigured."""
         while (message := await read()) is not None:
@@ -190,14 +190,14 @@ class PickerFront:
             for reply in replies:
                 await write(reply)
 
-    async def _refuse(self, served: _Served, error: MoonserveError, write: Write) -> None:
+    async def _refuse(self, served: _UnderWay, error: MoonserveError, write: Write) -> None:
         served.status = error.status
         if isinstance(error, Overloaded):
             self.metrics.rejected[error.reason] += 1
         await write(refused(error))
 
     async def _whole(
-        self, served: _Served, stream: PickerStream, read: Read, write: Write
+        self, served: _UnderWay, stream: PickerStream, read: Read, write: Write
     ) -> PickAsked | None:
         """The whole request; None: it ended before. Raises what the client gets."""
         try:
@@ -214,7 +214,7 @@ class PickerFront:
             raise DeadlineExceeded(f"the body has not come within {_BODY_S:g} s") from None
         return None
 
-    def _expect(self, served: _Served, head: Headed) -> None:
+    def _expect(self, served: _UnderWay, head: Headed) -> None:
         """Refuse a body that would not be served, before it comes."""
         party = self._party(head.headers)
         self._limiter.check(party)
@@ -222,7 +222,7 @@ class PickerFront:
         if size is None or size > SMALL_BODY_BYTES:
             served.held.enter_context(self._limiter.body(head.headers, self._most, party))
 
-    async def _pick(self, served: _Served, asked: PickAsked) -> Pick:
+    async def _pick(self, served: _UnderWay, asked: PickAsked) -> Pick:
         if why := self._health.undecided():
             raise NobodyAlive(why)
         path = asked.headers.get(":path", "").partition("?")[0]
@@ -241,7 +241,7 @@ class PickerFront:
             )
         return await self._place(served, asked, asked.body, form)
 
-    async def _place(self, served: _Served, asked: PickAsked, body: bytes, form: Form) -> Pick:
+    async def _place(self, served: _UnderWay, asked: PickAsked, body: bytes, form: Form) -> Pick:
         """Have the Conductor place a generation."""
         terms = self._terms(asked.headers)
         served.enter(self._limiter, terms.party)
@@ -343,7 +343,7 @@ class PickerFront:
         return self._terms(headers).party
 
 
-class _Served:
+class _UnderWay:
     """What is known of one request of the proxy while it is served."""
 
     def __init__(self, arrived_s: float) -> None:
