@@ -29,7 +29,7 @@ from moonserve.core.schedule.facts import (
     PrefillEnded,
 )
 from moonserve.core.schedule.view import Promised
-from moonserve.core.units import RequestId, lease_of
+from moonserve.core.units import InstanceId, RequestId, lease_of
 from moonserve.live.control.config import GatewayConfig
 from moonserve.live.control.leadership import Leadership
 from moonserve.live.control.loop import ConductorLoop
@@ -171,7 +171,9 @@ def test_a_request_arrives_whole_but_for_its_prompt() -> None:
     stopping = Stopping(9, ("x",), (7,), ignore_eos=True)
     kept = Request(R, "m", 5, stopping=stopping, slo=Slo(1, 2), priority=-1)
     kept = msgspec.structs.replace(kept, arrived_us=3, whole=True, tenant="t", address="a")
-    kept = msgspec.structs.replace(kept, trace=TraceContext("a" * 32, "b" * 16))
+    kept = msgspec.structs.replace(
+        kept, trace=TraceContext("a" * 32, "b" * 16), among=(InstanceId("p0"),)
+    )
     told = wire.opened(kept, (), 10).request(10)
     for field in Request.__struct_fields__:
         mine, theirs = getattr(kept, field), getattr(told, field)
