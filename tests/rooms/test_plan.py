@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -187,6 +188,18 @@ def test_the_decode_bound_is_the_batch_that_takes_as_long_as_the_objective() -> 
     step_us = SETUP.profile.cost().decode_step_us(round(seqs), round(seqs * (512 + 50.5)))
     assert step_us == pytest.approx(200_000, rel=0.02)
     assert decode_bound(trace, msgspec.structs.replace(SETUP, goal=Slo(None, 1_000))) == 0.0
+
+
+def test_what_takes_no_time_has_no_bound() -> None:
+    """Costs that are fitted to few requests may be all zero; a load may have no output."""
+    trace = Trace("made", 512, [Row(0, 1_000, 10, (1, 2)), Row(10**6, 1_000, 10, (3, 4))])
+    free = msgspec.structs.replace(SETUP.profile, pass_us=(0.0,) * 7)
+    setup = msgspec.structs.replace(SETUP, profile=free)
+    assert decode_bound(trace, setup) == prefill_bound(trace, setup) == math.inf
+    flat = msgspec.structs.replace(free, pass_us=(0.0, 0.0, 0.0, 0.0, 20_000.0, 0.0, 0.0))
+    assert 0 < decode_bound(trace, msgspec.structs.replace(SETUP, profile=flat)) < math.inf
+    silent = Trace("made", 512, [Row(0, 1_000, 0, (1, 2)), Row(10**6, 1_000, 0, (3, 4))])
+    assert decode_bound(silent, SETUP) == math.inf
 
 
 def test_a_central_queue_serves_in_order_and_may_refuse() -> None:

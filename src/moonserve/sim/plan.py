@@ -7,6 +7,7 @@ simulation: fluid ones, and one queue before an ideal shared pool.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from heapq import heapify, heapreplace
@@ -228,26 +229,35 @@ def decode_bound(trace: Trace, setup: Setup) -> float:
 
     A fluid bound: it takes the batch whose step lasts as long as the objective, or that fills the
     KV, at the mean context of a generated token. It divides that by the trace's rate of output
-    tokens.
+    tokens. Infinite if decode takes no time, by costs that were fitted, or no output is asked for.
     """
     rows = trace.rows
     tokens = sum(row.output_tokens for row in rows)
+    if not tokens:
+        return math.inf
     weighted = sum(row.output_tokens * (row.input_tokens + row.output_tokens / 2) for row in rows)
     context = weighted / tokens
-    cost = setup.profile.cost()
-    base, per_seq, per_context = cost.pass_us[4:]
+    base, per_seq, per_context = setup.profile.cost().pass_us[4:]
+    each_us = per_seq + per_context * context
     batch = setup.profile.kv_tokens / context
     if setup.goal.tbt_us is not None:
-        batch = min(batch, (setup.goal.tbt_us - base) / (per_seq + per_context * context))
-    step_us = base + (per_seq + per_context * context) * batch
-    per_s = max(0.0, batch) / step_us * 1e6 * (setup.decode or setup.mixed)
+        left_us = setup.goal.tbt_us - base
+        if left_us <= 0:
+            return 0.0
+        if each_us > 0:
+            batch = min(batch, left_us / each_us)
+    step_us = base + each_us * batch
+    if step_us <= 0:
+        return math.inf
+    per_s = batch / step_us * 1e6 * (setup.decode or setup.mixed)
     return per_s * _span_s(trace) / tokens
 
 
 def prefill_bound(trace: Trace, setup: Setup) -> float:
-    """The speed at which prefill instances are always busy, with an ideal shared cache."""
+    """The speed at which prefill instances are always busy, with an ideal shared cache. Infinite if
+    prefill takes no time."""
     work_s = sum(_ideal_us(trace, setup)) / 1e6
-    return (setup.prefill or setup.mixed) * _span_s(trace) / work_s
+    return (setup.prefill or setup.mixed) * _span_s(trace) / work_s if work_s else math.inf
 
 
 def _span_s(trace: Trace) -> float:
