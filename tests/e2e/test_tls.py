@@ -76,6 +76,7 @@ def test_engines_are_called_by_https(tmp_path: Path) -> None:
                 port=0,
                 tls=tls_of(tmp_path / "ours", "gateway"),
                 engine_ca=str(tmp_path / ca / "ca.crt"),
+                wait_ready=1,
             )
             gateway = await Gateway.start(config, [spec], QUICK)
             url = f"https://127.0.0.1:{gateway.port}/v1/completions"
