@@ -93,6 +93,20 @@ def test_an_unknown_model_is_an_error_at_once_and_later() -> None:
     run(test)
 
 
+def test_a_process_that_ends_lets_nobody_wait() -> None:
+    """Those that wait, and later ones, are answered with what is known then."""
+
+    async def test() -> None:
+        ready = ReadyWait(Cards(DOWN), 10_000_000)
+        asked = [asyncio.create_task(ready.card("m")) for _ in range(3)]
+        await asyncio.sleep(0)
+        ready.stop()
+        assert await asyncio.gather(*asked) == [DOWN] * 3
+        assert await ready.card("m") == DOWN
+
+    run(test)
+
+
 def test_requests_outlast_the_restart_of_a_whole_cluster() -> None:
     """They come before any worker, and are served when a pair has joined; one that leaves does not
     hold up the others."""

@@ -85,6 +85,10 @@ class EngineText(Collector):
             call_limits or CallLimits(),
         )
 
+    def stop_waiting(self) -> None:
+        """See Backend."""
+        self._ready.stop()
+
     def body_shape(self, form: Form) -> BodyShape:
         """See Backend."""
         return body_shape(form)

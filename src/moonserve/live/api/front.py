@@ -63,6 +63,9 @@ class Backend(Protocol):
     limits: Limits
     metrics: RequestMetrics
 
+    def stop_waiting(self) -> None:
+        """Requests wait no more for instances that could serve them: this process ends."""
+
     def body_shape(self, form: Form) -> BodyShape:
         """The fields of a generation's body."""
 
@@ -152,6 +155,11 @@ class Front:
         workers' heartbeats and store calls must reach this process.
         """
         self._limiter.draining = True
+        self.stop_waiting()
+
+    def stop_waiting(self) -> None:
+        """Requests that wait for instances get their answer now; see Backend."""
+        self._backend.stop_waiting()
 
     async def idle(self, timeout_s: float) -> bool:
         """Wait until no generation is under way, streams included. False: `timeout_s` is over."""

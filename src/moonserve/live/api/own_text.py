@@ -56,6 +56,10 @@ class OwnText:
         self._live: set[RequestId] = set()
         self._ready = ReadyWait(self.card, self.limits.wait_ready_us)
 
+    def stop_waiting(self) -> None:
+        """See Backend."""
+        self._ready.stop()
+
     def body_shape(self, form: Form) -> BodyShape:
         """See Backend."""
         return openai.body_shape(form)

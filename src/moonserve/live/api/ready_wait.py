@@ -29,6 +29,14 @@ class ReadyWait:
         self._waiting: dict[asyncio.Future[ModelCard], str] = {}
         """In the order they came, each with its model."""
         self._looking: asyncio.Task[None] | None = None
+        self._is_over = False
+
+    def stop(self) -> None:
+        """This process ends: requests wait no more. Those that wait now end as after their time."""
+        self._is_over = True
+        for waiter in self._waiting:
+            if not waiter.done():
+                waiter.set_exception(TimeoutError)
 
     async def card(self, model: str) -> ModelCard:
         """The card of a model; waits until the model can be served, or has waited long enough.
@@ -36,6 +44,8 @@ class ReadyWait:
         Raises ModelNotFound, and after the wait NobodyAlive. If it returns a card that is not
         alive, the Conductor knows why, and refuses the request with that reason.
         """
+        if self._is_over:
+            return self._card(model)
         if not self._waiting:
             found = self._look(model)
             if found is not None:

@@ -132,6 +132,11 @@ class PickerFront:
     def drain(self) -> None:
         """From now on answer new requests, and readiness, with 503; everything else goes on."""
         self._limiter.draining = True
+        self.stop_waiting()
+
+    def stop_waiting(self) -> None:
+        """Answer requests that wait for engines now; others go on."""
+        self._backend.stop_waiting()
 
     async def idle(self, timeout_s: float) -> bool:
         """Wait until no request is under way. False: `timeout_s` is over."""

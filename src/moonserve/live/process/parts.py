@@ -59,6 +59,9 @@ class ClientSide(Protocol):
     def drain(self) -> None:
         """Refuse new requests from now on."""
 
+    def stop_waiting(self) -> None:
+        """Answer requests that wait for instances now; others go on."""
+
     async def idle(self, timeout_s: float) -> bool:
         """Wait until no request is under way. False: `timeout_s` is over."""
 
@@ -155,7 +158,9 @@ class Process:
         The server listens until they have ended: workers beat and call the store meanwhile. If
         other processes listen at its port, it leaves that at once: clients connect to the others.
         """
-        if self._front is not None and not self._shared:
+        if self._front is not None and self._shared:
+            self._front.stop_waiting()
+        elif self._front is not None:
             self._front.drain()
             await self._front.idle(drain_s)
         for server in (self._server, self._at_socket):
