@@ -169,6 +169,21 @@ def test_few_cores_are_found() -> None:
     assert free["tbt_ms"].errors()["mean"] < -0.05
 
 
+def test_one_request_that_waited_for_something_else_changes_no_cost() -> None:
+    """A wait for the first instance is no cost of an arrival: a sample far from all is left out."""
+    of = cluster()
+    rows = [recorded(one, of) for one in run(of, TRUTH, synthesize(7, 100, 0.8, SHAPE, BLOCK))]
+    before = fit_profile("again", of, rows)
+    stages = rows[0].stages
+    assert stages is not None
+    assert stages.waited_ms is not None
+    rows[0].stages = msgspec.structs.replace(stages, waited_ms=stages.waited_ms + 4_000)
+    rows[0].arrived_ms = (rows[0].arrived_ms or 0) - 4_000
+    after = fit_profile("again", of, rows)
+    at = (300, 0.5)
+    assert after.arrive.us(*at) == pytest.approx(before.arrive.us(*at), rel=0.05)
+
+
 def test_a_machine_that_is_never_cold_has_no_such_term() -> None:
     """The term is taken only if it explains something."""
     of = cluster()

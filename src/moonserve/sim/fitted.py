@@ -45,6 +45,9 @@ _COLD_AFTER_US = (0.0, 250e3, 500e3, 1e6, 2e6, 4e6, 8e6)
 """Values of Profile.cold_after_us that are tried."""
 _BETTER = 0.9
 """A machine gets cold, or has few cores, if that makes passes' squared errors so much smaller."""
+_UNUSUAL = 10.0
+"""A sample of an overhead that took so many times as long as usual, beside what is predicted, is
+left out: that request waited for something that the simulator has elsewhere, or not at all."""
 _MOST_ON_ONE = 16
 """Of more instances it is not asked whether they share the cores of one machine."""
 _STEP_SCALES = (1.0, 10.0, 1e3)
@@ -91,6 +94,8 @@ class _StageFit:
 
     def __init__(self, prior: Sequence[float], scales: Sequence[float]) -> None:
         doubt = (10.0,) * len(prior)
+        self._prior = prior
+        self._scales = scales
         self._fit = LinearFit(prior, scales, doubt, decay=1.0, trust=math.inf)
         self._samples: list[tuple[Sequence[float], float]] = []
 
@@ -114,11 +119,27 @@ class _StageFit:
     def error(self) -> float:
         """The sum over samples of the squared logarithm of measured over predicted: twice and half
         as long are equally wrong."""
+        return float((np.log(self._ratios()) ** 2).sum()) if self._samples else 0.0
+
+    def usual(self) -> _StageFit:
+        """The same line, fitted without the samples that took unusually long."""
         if not self._samples:
-            return 0.0
+            return self
+        ratios = self._ratios()
+        most = _UNUSUAL * np.median(ratios)
+        if ratios.max() <= most:
+            return self
+        line = _StageFit(self._prior, self._scales)
+        for (features, took_us), ratio in zip(self._samples, ratios, strict=True):
+            if ratio <= most:
+                line.add(features, took_us)
+        return line
+
+    def _ratios(self) -> Times:
+        """Measured over predicted, of each sample."""
         predicted = np.array([it for it, _ in self._samples]) @ np.array(self.coefficients)
         took_us = np.array([it for _, it in self._samples])
-        return float((np.log(took_us / np.maximum(1.0, predicted)) ** 2).sum())
+        return np.asarray(took_us / np.maximum(1.0, predicted))
 
 
 class _Together(msgspec.Struct, frozen=True):
@@ -381,6 +402,7 @@ class _Fit:
             if only(one) and took is not None:
                 took_us = 1e3 * took / slowed(*when(one))
                 line.add((1.0, tokens(one), float(how_cold)), took_us)
+        line = line.usual()
         return Overhead(*line.coefficients) if line.count >= LEAST_ROWS else Overhead()
 
 
