@@ -177,12 +177,13 @@ def costs_of(profile: Profile) -> list[str]:
 def comparison(compared: Sequence[Compared]) -> list[str]:
     """Recorded and simulated figures side by side, then whether the goals are met."""
     from moonserve.show.table import table as aligned
+    from moonserve.sim.compared import SHOWN
 
     statistics = ("mean", "p50", "p90")
     rows = [["", *(f"{name} {side}" for name in statistics for side in ("rec.", "sim.", ""))]]
     for it in compared:
         errors = it.errors()
-        cells = [it.name]
+        cells = [f"{SHOWN[it.name]}, ms" if it.name in SHOWN else it.name]
         for name in statistics:
             error = f"{errors[name]:+.1%}" if name in errors else "-"
             before, after = getattr(it.recorded, name), getattr(it.simulated, name)
@@ -194,7 +195,9 @@ def comparison(compared: Sequence[Compared]) -> list[str]:
 def _verdict(compared: Compared) -> list[str]:
     if compared.goal is None:
         return []
-    name = compared.name.removesuffix("_ms").upper()
+    from moonserve.sim.compared import SHOWN
+
+    name = SHOWN[compared.name]
     goal = f"{compared.goal:.0%}"
     errors, missed = compared.errors(), compared.missed()
     if not missed:

@@ -76,6 +76,9 @@ def plan(
     simulation. It also gives the bound for an endless load. A trace may be faster than that, above
     all a short one: requests that still wait when the last one has arrived have time until their
     objective.
+
+    A request's TBT is the mean of its longest tenth of gaps here, as in `moonserve simulate`. A
+    gateway judges by the mean of all gaps, which is never longer.
     """
 
     from moonserve.sim.axes import setup_of, value_of
@@ -168,7 +171,7 @@ def _verdict(trace: Trace, best: Split) -> str:
             for share in (missed.attainment, missed.attainment_ttft, missed.attainment_tbt)
         )
         why = f"at {missed.speed:.2f}x {most}{both} meet both objectives"
-        why += f" ({ttft} their TTFT, {tbt} their TBT)"
+        why += f" ({ttft} their TTFT, {tbt} their TBT by the longest tenth of gaps)"
     if best.speed is None:
         return f"no speed meets the objectives; {name} is nearest: {why}"
     rps = _rps(trace, best)

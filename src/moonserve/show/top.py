@@ -150,12 +150,12 @@ def _requests(reply: HistoryReply) -> Iterator[str]:
     )
     for title, p50_ms, p99_ms, goal_ms in (
         ("TTFT", minute.ttft_p50_ms, minute.ttft_p99_ms, reply.ttft_slo_ms),
-        ("TBT", minute.tbt_p50_ms, minute.tbt_p99_ms, reply.tbt_slo_ms),
+        ("mean TBT", minute.tbt_p50_ms, minute.tbt_p99_ms, reply.tbt_slo_ms),
     ):
         missed = p99_ms is not None and goal_ms is not None and p99_ms > goal_ms
         goal = "no goal" if goal_ms is None else f"goal {_ms(goal_ms)}"
         late = "  LATE" if missed else ""
-        yield f"{title:<5} p50 {_ms(p50_ms):>10}   p99 {_ms(p99_ms):>10}   {goal}{late}"
+        yield f"{title:<8} p50 {_ms(p50_ms):>10}   p99 {_ms(p99_ms):>10}   {goal}{late}"
 
 
 def _largest(counts: Mapping[str, int]) -> list[tuple[str, int]]:

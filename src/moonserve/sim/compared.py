@@ -1,4 +1,4 @@
-"""Recorded and simulated times side by side, stage by stage, with the goals for TTFT and TBT.
+"""Recorded and simulated times side by side, stage by stage, with the goals for TTFT and mean TBT.
 
 `moonserve simulate --compare` and `moonserve replay --compare` print it. Both sides are of the same
 requests: those that were served there and here. Nothing is fitted here.
@@ -18,6 +18,11 @@ from moonserve.sim.served import Served
 
 GOALS = {"ttft_ms": 0.15, "tbt_ms": 0.07}
 """By how much a simulation may differ from what was recorded, as a share."""
+
+
+SHOWN = {"ttft_ms": "TTFT", "tbt_ms": "mean TBT"}
+"""What people call the figures that have a goal. This TBT is the mean of all gaps of a request: the
+longest ones were not recorded."""
 
 
 class Distribution(msgspec.Struct, frozen=True):
@@ -65,7 +70,7 @@ _Both = tuple[Callable[[Explanation], float | None], Callable[[Served], float | 
 
 
 def compare(pairs: Iterable[tuple[Explanation, Served]]) -> list[Compared]:
-    """All figures that some request has on both sides: TTFT, TBT, then the stages in order."""
+    """All figures that some request has on both sides: TTFT, mean TBT, then the stages in order."""
     served = [
         (row, one) for row, one in pairs if row.in_time is not None and one.outcome == "completed"
     ]
