@@ -13,6 +13,7 @@ from click.testing import CliRunner, Result
 
 from moonserve.cli import cli
 from moonserve.core.errors import ConfigError
+from moonserve.core.request import Slo
 from moonserve.core.schedule.explain import Explanation
 from moonserve.core.schedule.profiles import OVERHEADS, Overhead, Profile
 from moonserve.core.schedule.recorded import (
@@ -27,7 +28,7 @@ from moonserve.core.units import InstanceId
 from moonserve.sim.cluster import Simulation
 from moonserve.sim.compared import Compared, compare
 from moonserve.sim.fitted import fit_profile
-from moonserve.sim.recording import setup_of_cluster
+from moonserve.sim.recording import read_recording, setup_of_cluster
 from moonserve.sim.served import Served
 from moonserve.sim.synthesize import Shape, synthesize
 from moonserve.sim.trace import Row, Trace
@@ -314,12 +315,56 @@ def test_a_missed_goal_is_said(folder: Path) -> None:
     )
 
 
+def test_a_recording_that_grows_is_read_once(folder: Path) -> None:
+    """Requests that end after the rows were read are neither simulated nor compared."""
+    recording = read_recording(folder)
+    assert recording is not None
+    file = next(folder.glob("*.gz"))
+    file.with_name("requests-2.jsonl.gz").write_bytes(file.read_bytes())
+    trace = recording.trace(None, 512)
+    assert [row.blocks for row in trace.rows] == [tuple(row.hash_ids) for row in recording.rows]
+    assert len(trace.rows) == 60
+
+
+def test_what_cannot_be_compared_says_why(folder: Path, tmp_path: Path) -> None:
+    """No such file, an empty folder, a plain trace, another speed: each has a sentence."""
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    plain = tmp_path / "chat.jsonl"
+    row = {"timestamp": 0, "input_length": 9, "output_length": 2, "hash_ids": [1]}
+    plain.write_text(json.dumps(row))
+    for path, argv, said in (
+        (tmp_path / "gone", (), "gone: cannot be read: No such file"),
+        (empty, (), "empty: has no recording"),
+        (plain, (), f"--compare: {plain} is no recording; name a folder"),
+        (folder, ("--speed", "2"), "--compare: a recording has its own speed; leave --speed out"),
+    ):
+        assert said in simulate(path, "--compare", *argv, code=2).stderr
+
+
+@pytest.mark.parametrize(
+    "argv", [("--decode", "3"), ("--policy", "random"), ("--ttft-slo", "9s"), ("--mixed", "2")]
+)
+def test_two_clusters_are_not_compared(folder: Path, argv: tuple[str, ...]) -> None:
+    """An option that makes another cluster than the recorded one is refused by its name."""
+    done = simulate(folder, "--compare", *argv, code=2)
+    assert f"error: {argv[0]}: makes another cluster than the recorded one" in done.stderr
+    assert "TTFT" in simulate(folder, "--compare", "--decode", "1", "--no-overlap").stdout
+
+
+def test_json_says_what_was_simulated(folder: Path) -> None:
+    """The options in `setup` have the values of the recording, and those that were given."""
+    file = folder / CLUSTER_FILE
+    slo = Slo(2_000_000, 100_000)
+    of = msgspec.structs.replace(cluster(), tuning=Tuning(slo=slo, admission="predictive"))
+    file.write_bytes(msgspec.json.encode(of))
+    setup = json.loads(simulate(folder, "--decode", "2", "--json").stdout)["setup"]
+    names = ("ttft_slo", "tbt_slo", "admission", "prefill_seqs", "prefill", "decode", "no_overlap")
+    assert [setup[name] for name in names] == ["2s", "100ms", "predictive", 16, 1, 2, True]
+
+
 def test_a_recording_that_cannot_be_taken_so_says_why(folder: Path) -> None:
     """No traceback: the file, what is wrong, and what to do."""
-    assert (
-        "--compare: needs a recording"
-        in simulate(folder, "--compare", "--speed", "2", code=2).output
-    )
     file = folder / CLUSTER_FILE
     file.write_text('{"instances": 3}')
     assert f"{file}: is none that --record has written" in simulate(folder, code=2).output
@@ -335,5 +380,5 @@ def test_a_recording_that_cannot_be_taken_so_says_why(folder: Path) -> None:
     assert "does not say its sizes, p0" in simulate(folder).stderr
     file.unlink()
     assert "2 prefill + 2 decode" in simulate(folder, "--prefill", "2", "--decode", "2").stdout
-    assert "--compare: needs a recording" in simulate(folder, "--compare", code=2).output
+    assert f"{folder} has no {CLUSTER_FILE}" in simulate(folder, "--compare", code=2).output
     assert f"has no {CLUSTER_FILE}" in simulate(folder, "--profile", folder, code=2).output

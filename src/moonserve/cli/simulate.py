@@ -95,8 +95,11 @@ _AXIS = {
 """Options whose values sim.axes knows by another name."""
 
 
-def _as_recorded(recording: Recording, options: Mapping[str, Any]) -> dict[str, Any]:
-    """The values that describe the cluster of a recording, but for the options that were given."""
+def _as_recorded(recording: Recording, options: Mapping[str, Any], compare: bool) -> dict[str, Any]:
+    """The values that describe the cluster of a recording, but for the options that were given.
+
+    Raises ConfigError that names the option: to compare, the cluster must be the recorded one.
+    """
     from moonserve.sim.axes import read_profile, values_of
 
     source = click.get_current_context().get_parameter_source
@@ -112,8 +115,48 @@ def _as_recorded(recording: Recording, options: Mapping[str, Any]) -> dict[str, 
     options = counts | {
         name: value for name, value in options.items() if name in given or name not in counts
     }
-    asked = {_AXIS.get(name, name) for name in given - {"profile"}}
-    return recorded | {axis: it for axis, it in _values(**options).items() if axis in asked}
+    axes = {name: _AXIS.get(name, name) for name in sorted(given - {"profile"})}
+    asked = {axis: it for axis, it in _values(**options).items() if axis in axes.values()}
+    for name, axis in axes.items():
+        if compare and axis in asked and asked[axis] != recorded[axis]:
+            option = "--" + name.replace("_", "-")
+            what = "makes another cluster than the recorded one; leave it or --compare out"
+            raise ConfigError(what, option)
+    return recorded | asked
+
+
+def _options_of(values: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
+    """These options with the values that were simulated; the profile stays as it was given."""
+    prefill, decode, mixed = values["split"]
+    simulated = {
+        **values,
+        "prefill": prefill,
+        "decode": decode,
+        "mixed": mixed,
+        "threshold": values["kvcache_balancing_threshold"],
+        "pool": "global" if values["pooled"] else "local",
+        "no_overlap": not values["overlap"],
+        "profile": options["profile"],
+    }
+    return {name: simulated.get(name, given) for name, given in options.items()}
+
+
+def _check_comparable(path: Path, recording: Recording | None, speed: float) -> None:
+    """Raise ConfigError if there is nothing to compare a simulation with."""
+    from moonserve.core.schedule.recorded import CLUSTER_FILE
+    from moonserve.sim.trace import is_recording
+
+    if recording is None and is_recording(path):
+        what = f"{path} has no {CLUSTER_FILE}, which says what served it; record again"
+    elif recording is None:
+        what = f"{path} is no recording; name a folder that a gateway wrote with --record"
+    elif recording.why_not:
+        what = f"the recorded cluster {recording.why_not}"
+    elif speed != 1.0:
+        what = "a recording has its own speed; leave --speed out"
+    else:
+        return
+    raise ConfigError(what, "--compare")
 
 
 @click.command()
@@ -175,18 +218,27 @@ def simulate(
         rows=rows,
         cprofile=cprofile,
     )
-    recording = read_recording(input_path(trace))
+    path = input_path(trace)
+    recording = read_recording(path)
+    if recording is None:
+        read = read_trace(path, limit, block_size)
+    else:
+        read = recording.trace(limit, block_size)
+    if compare:
+        _check_comparable(path, recording, speed)
     if recording is not None and recording.why_not:
         click.echo(f"warning: the recorded cluster {recording.why_not}; see the options", err=True)
         recording = None
-    if compare and (recording is None or speed != 1.0):
-        raise ConfigError("needs a recording of this version, at its own speed", "--compare")
-    values = _values(**cluster) if recording is None else _as_recorded(recording, cluster)
+    options = cluster
+    if recording is None:
+        values = _values(**cluster)
+    else:
+        values = _as_recorded(recording, cluster, compare)
+        options = _options_of(values, cluster)
     setup = setup_from(values, tuple(map(_breakdown, cluster["fault"])))
     for idle in _idle(setup, **cluster):
         click.echo(f"warning: {idle}", err=True)
-    read = read_trace(input_path(trace), limit, block_size)
-    described = setup_of(read, setup, {"speed": speed, "limit": limit, **cluster})
+    described = setup_of(read, setup, {"speed": speed, "limit": limit, **options})
     read = scale(read, speed)
     if explain is not None and explain not in (f"r{at:06}" for at in range(len(read.rows))):
         raise ConfigError(f"{explain} is none of r000000 to r{len(read.rows) - 1:06}", "--explain")

@@ -252,9 +252,9 @@ def perfetto(recording: Path, requests: int | None, output: BinaryIO) -> None:
     from collections import deque
 
     from moonserve.show.perfetto import chrome_trace
-    from moonserve.sim.trace import recorded_requests
+    from moonserve.sim.trace import lines_of, recorded_requests
 
-    drawn = deque(recorded_requests(recording), maxlen=requests)
+    drawn = deque(recorded_requests(recording, lines_of(recording)), maxlen=requests)
     output.write(chrome_trace(drawn))
     click.echo(f"{len(drawn):,} requests drawn; open the file at ui.perfetto.dev", err=True)
 

@@ -17,15 +17,20 @@ from moonserve.core.schedule.recorded import CLUSTER_FILE, RecordedCluster, Reco
 from moonserve.core.units import Tokens
 from moonserve.sim.fitted import fit_profile
 from moonserve.sim.setup import Setup
-from moonserve.sim.trace import is_recording, recorded_requests
+from moonserve.sim.trace import Trace, is_recording, lines_of, read_trace, recorded_requests
 
 
 class Recording(msgspec.Struct, frozen=True):
-    """The cluster of a recording, and its rows in the order in which sim.trace gives them."""
+    """The cluster of a recording, and its rows in the order in which sim.trace gives them.
 
-    where: str
+    All of it comes from one reading: a gateway that still records makes the files longer.
+    """
+
+    where: Path
     cluster: RecordedCluster
     rows: list[RecordedRequest]
+    lines: list[str]
+    """The text of the rows, in the order of the files."""
 
     @property
     def why_not(self) -> str:
@@ -42,12 +47,16 @@ class Recording(msgspec.Struct, frozen=True):
     def profile(self) -> Profile:
         """What its instances cost. Raises ConfigError: it has too few requests."""
         if self.why_not:
-            raise ConfigError(self.why_not, self.where)
-        return fit_profile(self.where, self.cluster, self.rows)
+            raise ConfigError(self.why_not, str(self.where))
+        return fit_profile(str(self.where), self.cluster, self.rows)
 
     def setup(self, profile: Profile) -> Setup:
         """Its cluster, with instances of this profile."""
         return setup_of_cluster(self.cluster, profile, self.rows[0].block_size)
+
+    def trace(self, limit: int | None, block_size: Tokens) -> Trace:
+        """The first `limit` of its requests, or all; see read_trace."""
+        return read_trace(self.where, limit, block_size, self.lines)
 
 
 def read_recording(path: Path) -> Recording | None:
@@ -66,10 +75,11 @@ def read_recording(path: Path) -> Recording | None:
         raise ConfigError(f"cannot be read: {err.strerror}", str(file)) from None
     except UNREADABLE as err:
         raise ConfigError(f"is none that --record has written: {err}", str(file)) from None
-    rows = sorted(recorded_requests(path), key=attrgetter("timestamp"))
+    lines = list(lines_of(path))
+    rows = sorted(recorded_requests(path, lines), key=attrgetter("timestamp"))
     if not rows:
         raise ConfigError("has no requests", str(path))
-    return Recording(str(path), cluster, rows)
+    return Recording(path, cluster, rows, lines)
 
 
 def recorded_profile(path: Path) -> Profile:

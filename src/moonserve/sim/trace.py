@@ -69,15 +69,21 @@ class Fault(msgspec.Struct, frozen=True):
     message: str
 
 
-def read_trace(path: Path, limit: int | None = None, block_size: Tokens = BLOCK_SIZE) -> Trace:
+def read_trace(
+    path: Path,
+    limit: int | None = None,
+    block_size: Tokens = BLOCK_SIZE,
+    lines: Iterable[str] | None = None,
+) -> Trace:
     """Read the first `limit` rows of a trace file or recording, or all.
 
-    block_size: if the rows do not say it. ConfigError names the file, line and field of the first
+    block_size: if the rows do not say it. lines: what lines_of has read of it; None: it is read
+    now. ConfigError names the file, line and field of the first
     fault, unsorted rows included.
     """
     rows: list[Row] = []
     most = None if limit is None else min(limit, sys.maxsize)
-    size, found = _read(path, block_size)
+    size, found = _read(path, block_size, lines_of(path) if lines is None else lines)
     for row in islice(found, most):
         if isinstance(row, Fault):
             raise ConfigError(row.message, f"{place_of(path, row.line)}: {row.field}")
@@ -91,7 +97,7 @@ def validate(path: Path, at_most: int, block_size: Tokens = BLOCK_SIZE) -> tuple
     """Check a whole file: the number of good rows, and the first `at_most` faults."""
     good = 0
     faults: list[Fault] = []
-    for row in _read(path, block_size)[1]:
+    for row in _read(path, block_size, lines_of(path))[1]:
         if isinstance(row, Row):
             good += 1
         else:
@@ -122,10 +128,13 @@ def head(trace: Trace, n: int) -> Trace:
     return Trace(trace.name, trace.block_size, trace.rows[:n])
 
 
-def recorded_requests(path: Path) -> Iterator[RecordedRequest]:
-    """The rows of a recording with all that is known of each request. Raises ConfigError."""
+def recorded_requests(path: Path, lines: Iterable[str]) -> Iterator[RecordedRequest]:
+    """The rows of a recording with all that is known of each request. Raises ConfigError.
+
+    lines: what lines_of reads of it.
+    """
     decode = msgspec.json.Decoder(RecordedRequest).decode
-    for line, text in enumerate(lines_of(path), 1):
+    for line, text in enumerate(lines, 1):
         try:
             yield decode(text)
         except UNREADABLE as err:
@@ -215,13 +224,15 @@ _SIMPLE = TraceFormat("timestamp_ms", "input_length", "output_length", "hash_ids
 Parsed = tuple[int, Row | Fault]
 
 
-def _read(path: Path, block_size: Tokens) -> tuple[Tokens, Iterator[Row | Fault]]:
+def _read(
+    path: Path, block_size: Tokens, lines: Iterable[str]
+) -> tuple[Tokens, Iterator[Row | Fault]]:
     """The block size, and every row, checked."""
     if block_size < 1:
         raise ConfigError(f"{block_size} must be at least 1", "block_size")
-    lines = lines_of(path)
-    first = next(lines, "")
-    whole = chain([first], lines)  # no seek: a pipe has none
+    rest = iter(lines)
+    first = next(rest, "")
+    whole = chain([first], rest)  # no seek: a pipe has none
     if first.lstrip().startswith("{"):
         size = _said_block_size(first) or block_size
         if block_size not in (BLOCK_SIZE, size):
