@@ -313,6 +313,7 @@ ROWS = [
     ROW | {"id": name, "url": f"http://{name}", "heard_ms_ago": 250.0, "more": {}}
     for name in ("p1", "p0")
 ]
+LOST = {"id": "e0", "role": "both", "model": "m", "url": "http://e0", "state": "lost", "more": {}}
 STANDING = {"leads": True, "term": 7, "instances": 2, "index": "as told by the engines", "me": {}}
 
 
@@ -320,6 +321,8 @@ class Gateway(BaseHTTPRequestHandler):
     """Answers as a gateway would; `asked` keeps the last chat request."""
 
     asked: ClassVar[dict[str, Any]] = {}
+    drained: ClassVar[list[dict[str, Any]]] = []
+    """The replies to the orders to come."""
     events: ClassVar[list[dict[str, Any]]] = CHUNKS
     done = True
 
@@ -351,7 +354,10 @@ class Gateway(BaseHTTPRequestHandler):
             self._send(404, b'{"error": {"message": "no decision is kept"}}')
 
     def do_POST(self) -> None:
-        """A chat, streamed."""
+        """A chat, streamed; or an order to an instance."""
+        if self.path.endswith(("/drain", "/resume")):
+            self._send(200, json.dumps(self.drained.pop(0)).encode())
+            return
         type(self).asked = json.loads(self.rfile.read(int(self.headers["content-length"])))
         if self.asked["model"] == "nope":
             self._send(404, b'{"error": {"message": "no model nope; there is tiny"}}')
@@ -463,6 +469,69 @@ def test_instances_lists_them_and_the_conductors_of_a_registry(
         result = run(*there)
         assert result.exit_code == 1
         assert "no Conductor of the registry answers" in result.stderr
+
+
+def test_an_engine_that_has_not_joined_is_listed_with_state_and_reason(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rows of the others stay as they are, so that a script that waits for one finds it."""
+    others = [it | {"state": "up", "why": ""} for it in ROWS]
+    rows = [*others, LOST | {"why": "GET /health answered 503"}, LOST | {"id": "e1"}]
+    monkeypatch.setattr(sys.modules[__name__], "ROWS", rows)
+    result = run("instances", "--url", url)
+    assert result.exit_code == 0, result.stderr
+    said = result.stdout.splitlines()
+    assert said[1].split() == ["e0", "both", "m", "http://e0", "lost"]
+    assert said[2].split() == ["e1", "both", "m", "http://e0", "lost"]
+    assert said[3].endswith("0.2 s ago")
+    assert said[5:] == ["e0: lost: GET /health answered 503"]
+    found = json.loads(run("instances", "--url", url, "--json").stdout)["instances"]
+    assert (found[0]["state"], found[0]["running"]) == ("lost", None)
+
+
+def drained(state: str, requests: int, blocks: int, warning: str = "") -> dict[str, Any]:
+    """The reply to a drain of d0."""
+    counts = {"requests": requests, "blocks": blocks}
+    return {"instance": "d0", "state": state, "warning": warning} | counts
+
+
+def test_drain_waits_and_says_what_is_left_and_who_is_missed(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A warning of the gateway goes to stderr, once."""
+    monkeypatch.setattr("moonserve.cli.drain._POLL_S", 0)
+    replies = [drained("draining", 1, 0, "nobody decodes"), drained("idle", 0, 0, "nobody decodes")]
+    monkeypatch.setattr(Gateway, "drained", replies)
+    result = run("drain", "d0", "--wait", "--url", url)
+    assert (result.exit_code, result.stdout) == (0, "d0 is idle and may be stopped\n")
+    said = ["warning: nobody decodes", "d0 still has 1 request and 0 blocks"]
+    assert result.stderr.splitlines() == said
+
+
+@pytest.mark.parametrize(
+    ("requests", "blocks", "says"),
+    [
+        (1, 0, "d0 still has 1 request and 0 blocks after 0.001 s; its requests go on: wait"),
+        (0, 2, "d0 still has 0 requests and 2 blocks after 0.001 s; a block moves only if"),
+    ],
+)
+def test_a_drain_that_takes_too_long_says_what_helps(
+    requests: int, blocks: int, says: str, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Blocks are spoken of only if some are left."""
+    monkeypatch.setattr("moonserve.cli.drain._POLL_S", 0.002)
+    replies = [drained("draining", requests, blocks)] * 3
+    monkeypatch.setattr(Gateway, "drained", replies)
+    result = run("drain", "d0", "--wait", "--timeout", "1ms", "--url", url)
+    assert result.exit_code == 1
+    assert says in result.stderr
+
+
+def test_drain_cannot_wait_for_what_it_takes_back(url: str) -> None:
+    """The error names both flags, and nothing is sent."""
+    result = run("drain", "d0", "--wait", "--resume", "--url", url)
+    assert result.exit_code == 2
+    assert "--wait: contradicts --resume" in result.stderr
 
 
 def test_explain_shows_what_the_gateway_says(url: str) -> None:

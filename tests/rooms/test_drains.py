@@ -73,7 +73,13 @@ def test_a_drained_decode_worker_ends_its_stream_and_gives_its_blocks_away() -> 
             assert await stream == at.reference(PROMPT, 30)
             await at.settle()
             said = await until_idle(at, "d0")
-            assert said == {"instance": "d0", "state": "idle", "requests": 0, "blocks": 0}
+            assert said == {
+                "instance": "d0",
+                "state": "idle",
+                "requests": 0,
+                "blocks": 0,
+                "warning": "",
+            }
             assert not at.stores["d0"].owners[0].catalogue.held
             _, rows = await call(at, "GET", "/api/instances")
             assert {it["id"]: it["drained"] for it in rows} == {
@@ -129,10 +135,10 @@ def test_an_order_may_be_taken_back() -> None:
 @pytest.mark.parametrize(
     ("method", "path", "status", "text"),
     [
-        ("POST", "/api/instances/x/drain", 404, "no instance is named 'x'; known: p0"),
-        ("GET", "/api/instances/x", 404, "no instance is named 'x'; known: p0"),
+        ("POST", "/api/instances/x/drain", 404, "'x' has joined, or it was lost; joined: p0;"),
+        ("GET", "/api/instances/x", 404, "'x' has joined, or it was lost; joined: p0;"),
         ("POST", "/api/instances/p0/stop", 400, "neither with /drain nor with /resume"),
-        ("POST", "/api/instances/drain", 404, "no instance is named ''"),
+        ("POST", "/api/instances/drain", 404, "no instance named '' has joined"),
     ],
 )
 def test_wrong_orders_are_errors(method: str, path: str, status: int, text: str) -> None:
@@ -144,6 +150,47 @@ def test_wrong_orders_are_errors(method: str, path: str, status: int, text: str)
             got, said = await call(at, method, path)
             assert got == status
             assert text in said["error"]["message"]
+
+    run(test)
+
+
+def test_a_drain_that_leaves_nobody_for_a_role_warns() -> None:
+    """The warning names what no other instance can do. It ends with the order."""
+
+    async def test() -> None:
+        async with site() as at:
+            await at.add("p0", "prefill")
+            await at.add("p1", "prefill")
+            await at.add("d0", "decode")
+            said = {}
+            for name in ("p0", "p1", "d0"):
+                _, status = await call(at, "POST", f"/api/instances/{name}/drain")
+                said[name] = status["warning"]
+            assert said["p0"] == ""
+            assert said["p1"].startswith("no other instance can prefill for model ")
+            assert said["d0"].startswith("no other instance can decode for model ")
+            _, status = await call(at, "POST", "/api/instances/p1/resume")
+            assert status["warning"] == ""
+            _, status = await call(at, "GET", "/api/instances/p0")
+            assert status["warning"] == "", "p1 prefills again"
+
+    run(test)
+
+
+def test_a_list_by_an_unknown_outcome_is_an_error() -> None:
+    """An outcome that may come, or that a request has, is none."""
+
+    async def test() -> None:
+        async with site() as at:
+            await at.add("p0", "prefill")
+            await at.add("d0", "decode")
+            await at.tokens(PROMPT, 2)
+            status, said = await call(at, "GET", "/api/decisions?outcome=foo")
+            assert (status, said["error"]["param"]) == (400, "outcome")
+            assert "'foo'; use one of under_way, waiting," in said["error"]["message"]
+            status, rows = await call(at, "GET", "/api/decisions?outcome=length")
+            assert (status, len(rows)) == (200, 1)
+            assert await call(at, "GET", "/api/decisions?outcome=refused") == (200, [])
 
     run(test)
 

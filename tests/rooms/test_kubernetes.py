@@ -125,7 +125,7 @@ def test_a_pod_that_takes_no_requests_is_no_engine(meta: dict[str, Any]) -> None
     ("meta", "says"),
     [
         ({"annotations": {"moonserve/dp_size": "two"}}, "annotation moonserve/dp_size: "),
-        ({"annotations": {"moonserve/url": "http://x"}}, "annotation moonserve/url: is left out"),
+        ({"annotations": {"moonserve/url": "http://x"}}, "annotation moonserve/url: leave it out"),
         ({"annotations": {"moonserve/colour": "1"}}, "annotation moonserve/colour: there is no"),
         ({"annotations": {"moonserve/api_key_env": "HOME"}}, "may not be sent to an engine"),
         ({"labels": {"moonserve/role": "boss"}}, "label moonserve/role: must be"),
@@ -186,8 +186,12 @@ def test_ipv4_comes_first() -> None:
         ({"service": "a/../b"}, "service: 'a/../b' is no name"),
         ({"service": "a", "namespace": "A"}, "namespace: 'A' is no name"),
         ({"pool": "a", "port": "http"}, "port: must be a number"),
-        ({"pool": "a", "each": {"url": "x"}}, "each.url: is left out"),
+        ({"pool": "a", "each": {"url": "x"}}, "each.url: leave it out"),
         ({"pool": "a", "each": {"role": "prefill"}}, "each.connector: role prefill needs"),
+        (
+            {"pool": "a", "each": {"events": "tcp://HOST", "tokenizer": "t"}},
+            "each.events: 'tcp://HOST'",
+        ),
         ({"pool": "a", "each": {"block_size": "x"}}, "each.block_size: "),
     ],
 )
@@ -302,6 +306,10 @@ class Site:
         """The engines that the fleet has."""
         return [it.member.spec.name for _, it in self.rig.fleet.monitors()]
 
+    def urls(self) -> list[str]:
+        """The addresses of these engines."""
+        return [it.member.spec.url for _, it in self.rig.fleet.monitors()]
+
 
 @asynccontextmanager
 async def site(folder: Path, *sources: Source, **fails: Any) -> AsyncIterator[Site]:
@@ -386,7 +394,7 @@ def test_the_pods_of_a_pool_are_followed(tmp_path: Path) -> None:
             api.delete(PODS, "c")
             await it.has("a")
             api.put(POOLS, pool("llama", 2, app="llm", tier="x"))
-            await it.rig.until(lambda: it.rig.monitor("a").member.spec.url == "http://127.0.0.97:2")
+            await it.rig.until(lambda: it.urls() == ["http://127.0.0.97:2"])
             lists = api.lists(PODS)
             api.put(POOLS, pool("llama", 2, app="other"))
             await it.rig.until(lambda: api.lists(PODS) > lists)
@@ -585,7 +593,10 @@ def test_outside_of_a_pod_it_is_an_error(tmp_path: Path) -> None:
     """The start fails, with the remedy, before anything is asked."""
     with pytest.raises(ConfigError, match="does not run in a pod"):
         account_of({}, tmp_path)
-    environ = {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "KUBERNETES_SERVICE_PORT": "443"}
+    environ = {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "KUBERNETES_SERVICE_PORT": "abc"}
+    with pytest.raises(ConfigError, match="KUBERNETES_SERVICE_PORT is 'abc'"):
+        account_of(environ, tmp_path)
+    environ["KUBERNETES_SERVICE_PORT"] = "443"
     with pytest.raises(ConfigError, match=r"token: .*automountServiceAccountToken"):
         account_of(environ, tmp_path)
     (tmp_path / "token").write_text("two words")

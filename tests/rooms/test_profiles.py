@@ -15,11 +15,13 @@ from click.testing import CliRunner
 
 from moonserve.cli import cli
 from moonserve.core.engine.batch import Chunk, Pass
+from moonserve.core.errors import ConfigError
 from moonserve.core.request import Sampling
 from moonserve.core.units import RequestId
 from moonserve.live.control.config import GatewayConfig
 from moonserve.live.engine.fake import FakeEngine
 from moonserve.live.http.client import HttpClient
+from moonserve.live.http.message import HttpRequest, Response, json_response
 from moonserve.live.http.server import App, serve
 from moonserve.live.process import profiles as module
 from moonserve.live.process.gateway import Gateway
@@ -183,6 +185,19 @@ def test_without_a_folder_the_error_names_the_flag(tmp_path: Path) -> None:
     asyncio.run(body())
 
 
+def test_a_process_does_not_start_with_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
+    """The error names the setting."""
+    (tmp_path / "file").touch()
+
+    async def body() -> None:
+        folder = str(tmp_path / "file" / "x")
+        config = GatewayConfig(model="", port=0, token=TOKEN, profile_folder=folder)
+        with pytest.raises(ConfigError, match=r"^profile_folder: .*profiles cannot be written"):
+            await Gateway.start(config, [])
+
+    asyncio.run(body())
+
+
 def test_a_gateway_is_profiled_by_its_token_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -239,6 +254,40 @@ def test_the_command_profiles_the_gateway_and_all_workers(
             again = await asyncio.to_thread(CliRunner().invoke, cli, words)
             assert again.exit_code != 0
             assert "409 a profile runs already" in again.stderr
+
+    asyncio.run(body())
+
+
+def test_the_command_starts_all_profiles_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No process answers before all are asked: one after the other would never end."""
+    monkeypatch.setenv("MOONSERVE_TOKEN", TOKEN)
+
+    async def body() -> None:
+        asked: list[str] = []
+        all_asked = asyncio.Event()
+
+        async def instances(request: HttpRequest) -> Response:
+            url = f"http://127.0.0.1:{server.port}"
+            return json_response([{"id": name, "url": url} for name in ("p0", "d0")])
+
+        async def start(request: HttpRequest) -> Response:
+            asked.append(request.query["seconds"])
+            if len(asked) == 3:
+                all_asked.set()
+            await all_asked.wait()
+            return json_response({"file": "/f", "seconds": 5})
+
+        routes = {("GET", "/api/instances"): instances, ("POST", "/start_profile"): start}
+        server = await serve(App(routes), "127.0.0.1", 0)
+        try:
+            words = ["profile", "--url", f"http://127.0.0.1:{server.port}", "--seconds", "5"]
+            async with asyncio.timeout(20):
+                done = await asyncio.to_thread(CliRunner().invoke, cli, words)
+        finally:
+            all_asked.set()
+            await server.stop(0)
+        assert done.stdout.splitlines()[:3] == ["gateway: /f", "p0: /f", "d0: /f"]
+        assert asked == ["5"] * 3
 
     asyncio.run(body())
 

@@ -8,8 +8,13 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from moonserve.core.errors import ModelNotFound, NobodyAlive
+from moonserve.core.schedule.conductor import Conductor
+from moonserve.core.schedule.facts import Joined, Left
 from moonserve.live.api.ready_wait import ReadyWait
+from moonserve.live.control.loop import ConductorLoop
+from moonserve.live.drive.engines import Models
 from moonserve.live.ports import ModelCard
+from tests.support.cluster import info
 from tests.support.inproc import site
 
 PROMPT = list(range(2, 40))
@@ -72,6 +77,30 @@ def test_the_wait_ends() -> None:
             await ReadyWait(Cards(NobodyAlive("no engine has joined")), 60_000).card("m")
         for wait_us in (0, 60_000):
             assert await ReadyWait(Cards(DOWN), wait_us).card("m") == DOWN
+
+    run(test)
+
+
+def test_the_error_tells_lost_engines_from_those_that_never_came() -> None:
+    """A model that was served here is named; of another, nobody knows whether it was."""
+
+    async def test() -> None:
+        loop = ConductorLoop(Conductor(), lambda lease: None)
+        models = Models(loop)
+        with pytest.raises(NobodyAlive, match="no engine has joined, or all that had are lost"):
+            models.of("m")
+        joined = info("p0", "prefill")
+        loop.tell(Joined(joined))
+        loop.settle()
+        assert [it.name for it in models.cards()] == [joined.model]
+        loop.tell(Left(joined.id, joined.epoch, "killed"))
+        loop.settle()
+        assert models.cards() == []
+        with pytest.raises(NobodyAlive, match=f"model {joined.model} is alive any more"):
+            models.of(joined.model)
+        with pytest.raises(NobodyAlive, match="no engine has joined, or all that had are lost"):
+            models.of("another")
+        loop.stop()
 
     run(test)
 

@@ -241,6 +241,22 @@ def test_pauses_begin_anew_for_a_child_that_ran_well() -> None:
     assert set(told) == {"DIED WITH EXIT CODE 3; starting it again in 0.01 s"}
 
 
+def test_a_child_that_ends_well_has_not_died() -> None:
+    """It was stopped from outside, after a drain for example; it starts again all the same."""
+    told: list[str] = []
+
+    async def scene() -> None:
+        rules = Restarts(backoff_s=0.01, healthy_s=0.0)
+        boss = Supervisor([child("w", "pass")], lambda _, line: told.append(line), rules)
+        running = asyncio.create_task(boss.run())
+        await until(lambda: len(told) >= 1)
+        await boss.stop()
+        await asyncio.wait_for(running, 5)
+
+    asyncio.run(scene())
+    assert set(told) == {"ENDED WITH EXIT CODE 0; starting it again in 0.01 s"}
+
+
 def test_cancelled_run_leaves_no_child() -> None:
     """Cancelling run ends the children too."""
 

@@ -14,7 +14,7 @@ import msgspec
 
 from moonserve.cli.client import URL, Client
 from moonserve.cli.output import json_option, print_json
-from moonserve.core.errors import DeadlineExceeded
+from moonserve.core.errors import ConfigError, DeadlineExceeded
 from moonserve.core.units import MICROS_PER_SECOND
 
 _POLL_S = 0.5
@@ -28,6 +28,7 @@ class _Drained(msgspec.Struct):
     state: str
     requests: int
     blocks: int
+    warning: str = ""
 
 
 @click.command()
@@ -45,16 +46,23 @@ def drain(name: str, wait: bool, timeout: str, resume: bool, url: str, as_json: 
     Requests that it has go on. Blocks of the store that its segment holds move to other members.
     `moonserve instances` lists the names. The order holds until NAME is started again.
 
+    Stop the process where it was started, by systemd for example. `moonserve up` starts each worker
+    again that ends. So do not stop a single one there.
+
     \b
     Examples:
-      moonserve drain d0 --wait && kill $(pgrep -f "worker.*--name d0")
+      moonserve drain d0 --wait && systemctl restart moonserve-worker@d0
       moonserve drain d0 --resume
     """
+    if wait and resume:
+        raise ConfigError("contradicts --resume: leave one of the two out", "--wait")
     client = Client(url)
     longest_s = _seconds(timeout)
     path = f"/api/instances/{quote(name, safe='')}/{'resume' if resume else 'drain'}"
     status = client.send("POST", path, _Drained)
-    if wait and not resume:
+    if status.warning:
+        click.echo(f"warning: {status.warning}", err=True)
+    if wait:
         # each call repeats the order, also to a store's master that was restarted meanwhile
         status = _until_idle(lambda: client.send("POST", path, _Drained), status, longest_s)
     if as_json:
@@ -65,7 +73,6 @@ def drain(name: str, wait: bool, timeout: str, resume: bool, url: str, as_json: 
 
 def _seconds(timeout: str) -> float:
     """Raises ConfigError."""
-    from moonserve.core.errors import ConfigError
     from moonserve.quantity import parse_duration_us
 
     try:
@@ -80,10 +87,7 @@ def _until_idle(ask: Callable[[], _Drained], status: _Drained, longest_s: float)
     last = ""
     while status.state != "idle":
         if time.monotonic() > end_s:
-            raise DeadlineExceeded(
-                f"{_shown(status)} after {longest_s:g} s; a block moves only if another segment has"
-                " room for it"
-            )
+            raise DeadlineExceeded(f"{_shown(status)} after {longest_s:g} s{_remedy(status)}")
         if (now := _shown(status)) != last:
             click.echo(now, err=True)
             last = now
@@ -92,9 +96,21 @@ def _until_idle(ask: Callable[[], _Drained], status: _Drained, longest_s: float)
     return status
 
 
+def _remedy(status: _Drained) -> str:
+    """What helps an instance that is not idle yet, as a further clause."""
+    if status.blocks:
+        return "; a block moves only if another segment has room for it"
+    return "; its requests go on: wait longer, with --timeout"
+
+
 def _shown(status: _Drained) -> str:
     if status.state == "serving":
         return f"{status.instance} gets new work"
     if status.state == "idle":
         return f"{status.instance} is idle and may be stopped"
-    return f"{status.instance} still has {status.requests} requests and {status.blocks} blocks"
+    requests = _counted(status.requests, "request")
+    return f"{status.instance} still has {requests} and {_counted(status.blocks, 'block')}"
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"

@@ -61,17 +61,27 @@ class _Listed(msgspec.Struct):
     role: str
     model: str
     url: str
-    running: int
-    waiting: int
-    free_blocks: int
-    heard_ms_ago: float
+    running: int | None = None
+    waiting: int | None = None
+    free_blocks: int | None = None
+    heard_ms_ago: float | None = None
+    """None, as the three above: it is an external engine that has not joined, or not again."""
     drained: bool = False
+    state: str = ""
+    """Of an external engine; empty: it is a worker of ours."""
+    why: str = ""
+    """Why an external engine is in that state; empty: it is up, or nobody knows yet."""
 
     def cells(self) -> tuple[str, ...]:
         """The row of the table."""
-        numbers = (self.running, self.waiting, self.free_blocks)
-        heard = f"{self.heard_ms_ago / 1_000:.1f} s ago" + (", drained" if self.drained else "")
-        return (self.id, self.role, self.model, self.url, *map(str, numbers), heard)
+        counts = (self.running, self.waiting, self.free_blocks)
+        numbers = ("" if it is None else str(it) for it in counts)
+        return (self.id, self.role, self.model, self.url, *numbers, self._heard())
+
+    def _heard(self) -> str:
+        if self.heard_ms_ago is None:
+            return self.state
+        return f"{self.heard_ms_ago / 1_000:.1f} s ago" + (", drained" if self.drained else "")
 
 
 @click.command()
@@ -83,7 +93,8 @@ def instances(config: Path | None, url: str | None, as_json: bool, **flags: str 
 
     With --registry also its Conductors: which one leads, in which term, and how many instances have
     joined each. The list of instances is then the leader's, or that of a standby if the leader does
-    not answer.
+    not answer. An external engine that is not used is listed with its state, such as `lost`, and
+    below the table with the reason.
     """
     settings = read_settings(config, flags)
     if settings.registry and url:
@@ -176,4 +187,5 @@ def _listed(rows: Sequence[_Listed]) -> list[str]:
 
     if not rows:
         return ["no instance has joined"]
-    return list(table([_HEAD, *(it.cells() for it in rows)], 4))
+    problems = [f"{it.id}: {it.state}: {it.why}" for it in rows if it.why]
+    return [*table([_HEAD, *(it.cells() for it in rows)], 4), *problems]

@@ -5,11 +5,17 @@ The command line alone imports this.
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+
 import click
 import msgspec
 
 from moonserve.cli.client import URL, Client
 from moonserve.core.errors import EngineFailed, MoonserveError
+
+_AT_ONCE = 64
+"""Threads that start profiles."""
 
 
 class _Profiled(msgspec.Struct):
@@ -40,9 +46,11 @@ class _Begun(msgspec.Struct):
 def profile(url: str, seconds: float) -> None:
     """Profile the gateway and the workers of a running cluster for some seconds.
 
-    All of them must have been started with --profile-folder FOLDER. A worker writes what torch does
-    in its passes, for ui.perfetto.dev; the gateway writes a page with what its event loop runs. The
-    command prints where, and does not wait. External engines have the same routes themselves.
+    All of them must have been started with --profile-folder FOLDER. All profiles start together, so
+    that they show the same time; with torch a start takes some seconds. A worker writes what torch
+    does in its passes, for ui.perfetto.dev. The gateway writes a page with what its event loop
+    runs. The command prints where, and does not wait. External engines have the same routes
+    themselves.
 
     \b
     Examples:
@@ -53,15 +61,21 @@ def profile(url: str, seconds: float) -> None:
     instances = gateway.get_as("/api/instances", list[_Profiled])
     ours = [it for it in instances if not it.engine]  # no other may receive the cluster's token
     places = [("gateway", gateway), *((it.id, Client(it.url)) for it in ours)]
-    begun = 0
-    for name, client in places:
-        try:
-            reply = client.send("POST", f"/start_profile?seconds={seconds:g}", _Begun)
-        except MoonserveError as error:
-            click.echo(f"{name}: {error}", err=True)
-        else:
-            begun += 1
+    with ThreadPoolExecutor(_AT_ONCE) as threads:
+        replies = list(threads.map(partial(_started, seconds), [client for _, client in places]))
+    for (name, _), reply in zip(places, replies, strict=True):
+        if isinstance(reply, _Begun):
             click.echo(f"{name}: {reply.file}")
-    if not begun:
+        else:
+            click.echo(f"{name}: {reply}", err=True)
+    if not any(isinstance(it, _Begun) for it in replies):
         raise EngineFailed("no process could be profiled")
     click.echo(f"The files are there in {seconds:g} seconds.")
+
+
+def _started(seconds: float, client: Client) -> _Begun | MoonserveError:
+    """The profile of one process, or why there is none."""
+    try:
+        return client.send("POST", f"/start_profile?seconds={seconds:g}", _Begun)
+    except MoonserveError as error:
+        return error

@@ -50,6 +50,8 @@ class DrainStatus(msgspec.Struct, frozen=True):
     """Promised to it, or running there by its own report, whichever is more."""
     blocks: int
     """Objects of the store in its segment."""
+    warning: str = ""
+    """What a drain takes from the cluster; empty: others can do its part of the work."""
 
 
 class Drains:
@@ -124,8 +126,12 @@ class Drains:
         views = self._conductor.views()
         view = views.get(InstanceId(name))
         if view is None:
-            known = ", ".join(views) or "none"
-            raise NoInstance(f"no instance is named {name!r}; known: {known}", "name")
+            joined = ", ".join(views) or "none"
+            raise NoInstance(
+                f"no instance named {name!r} has joined, or it was lost; joined: {joined};"
+                " `moonserve instances` shows the others with the reason",
+                "name",
+            )
         return view
 
     async def _status(self, view: InstanceView) -> DrainStatus:
@@ -136,7 +142,22 @@ class Drains:
         state: State = "serving"
         if view.drained:
             state = "draining" if requests or blocks else "idle"
-        return DrainStatus(info.id, state, requests, blocks)
+        warning = self._missed(view) if view.drained else ""
+        return DrainStatus(info.id, state, requests, blocks, warning)
+
+    def _missed(self, view: InstanceView) -> str:
+        """What no other instance of the model can do that gets new work; empty: nothing."""
+        info = view.info
+        parts = ("prefill", "decode") if info.role == "both" else (info.role,)
+        views = self._conductor.views().values()
+        left = {it.info.role for it in views if it.info.model == info.model and not it.drained}
+        missed = [] if "both" in left else [part for part in parts if part not in left]
+        if not missed:
+            return ""
+        return (
+            f"no other instance can {' or '.join(missed)} for model {info.model}: new requests wait"
+            " for one, up to --wait-ready, and then get a 503"
+        )
 
     async def _blocks(self, segment: str) -> int:
         """How many objects a segment has; 0 if the pool does not say."""

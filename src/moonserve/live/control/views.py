@@ -45,6 +45,14 @@ _SHOWN = (
 """Fields of an InstanceInfo that are shown as they are."""
 
 
+_OUTCOMES = (
+    *("under_way", "waiting", "running", "stop", "length"),
+    *("refused", "failed", "cancelled"),
+)
+"""What may be asked for at any time. External engines have more words, which are known once a
+request has ended so."""
+
+
 class NoDecision(BadRequest):
     """No decision is kept for this request id."""
 
@@ -145,9 +153,21 @@ class Api:
 
     async def _decisions(self, request: HttpRequest) -> Response:
         asked = decode_query(request.query, DecisionsAsked)
+        self._check_outcome(asked.outcome)
         rows = islice(filter(asked.wants, self._conductor.account.latest()), asked.limit)
         clock_ms = self._clock_ms()
         return json_response([listed(record, clock_ms) for record in rows])
+
+    def _check_outcome(self, outcome: str) -> None:
+        """Raises BadRequest: it is no outcome, and none of the requests that are kept has it."""
+        kept = (record.outcome for record in self._conductor.account.latest())
+        if outcome and outcome not in _OUTCOMES and outcome not in kept:
+            known = ", ".join(_OUTCOMES)
+            raise BadRequest(
+                f"no request that is kept has the outcome {outcome[:80]!r}; use one of {known}, or"
+                " one that a row of the list has",
+                "outcome",
+            )
 
     def _clock_ms(self) -> Callable[[Micros], int]:
         """Milliseconds since 1970 for a time of the Conductor."""

@@ -63,10 +63,10 @@ class Models:
         if found is not None:
             return found
         reason = "GET /health returns the reason"
-        if not self._by_model:
-            raise NobodyAlive(f"no engine has joined; {reason}")
         if model in self._seen_s:
             raise NobodyAlive(f"no instance of model {model} is alive any more; {reason}")
+        if not self._by_model:
+            raise NobodyAlive(f"no engine has joined, or all that had are lost; {reason}")
         known = ", ".join(sorted(self._by_model))
         message = f"model: {model!r} is not served here; known: {known}"
         raise ModelNotFound(message, "model", "model_not_found")

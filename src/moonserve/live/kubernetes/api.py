@@ -89,7 +89,13 @@ def account_of(environ: Mapping[str, str], folder: Path) -> ServiceAccount:
     """The service account of the pod that has this environment. Raises ConfigError."""
     host = environ.get("KUBERNETES_SERVICE_HOST", "")
     port = environ.get("KUBERNETES_SERVICE_PORT", "443")
-    if not host or not port.isdigit():
+    if host and not port.isdigit():
+        raise ConfigError(
+            f"KUBERNETES_SERVICE_PORT is {port[:80]!r}, which is no port; leave it as Kubernetes"
+            " sets it in each pod",
+            "kubernetes",
+        )
+    if not host:
         raise ConfigError(
             "this process does not run in a pod: KUBERNETES_SERVICE_HOST is not set; leave the"
             " setting out, or describe the engines in `instances`",

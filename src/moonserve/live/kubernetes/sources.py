@@ -63,7 +63,7 @@ class Source(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             raise ConfigError("must be a number, since pods are read with `pool`", "port")
         for own in _OWN:
             if own in self.each:
-                raise ConfigError("is left out: Kubernetes has it", f"each.{own}")
+                raise ConfigError("leave it out: Kubernetes has it", f"each.{own}")
         try:
             self._spec(_Place("sample", "10.0.0.1", 8000), {})
         except ConfigError as error:
@@ -113,7 +113,7 @@ class Source(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         try:
             for field in _OWN:
                 if field in own:
-                    raise ConfigError("is left out: Kubernetes has it", field)
+                    raise ConfigError("leave it out: Kubernetes has it", field)
             if "api_key_env" in own:
                 InstanceSpec(name="", url="", api_key_env=str(own["api_key_env"])).untrusted()
             return self._spec(place, own)
@@ -129,10 +129,11 @@ class Source(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         """Raises ConfigError, which names the field."""
         host = f"[{place.host}]" if ":" in place.host else place.host
         scheme = "https" if self.https else "http"
-        fields: dict[str, Any] = {**self.each, **own}
+        given: dict[str, Any] = {**self.each, **own}
+        fields = dict(given)
         for field in _ADDRESSES:
-            if isinstance(fields.get(field), str):
-                fields[field] = fields[field].replace(_HOST, host, 1)
+            if isinstance(given.get(field), str):
+                fields[field] = given[field].replace(_HOST, host, 1)
         if fields.get("events") is False:  # YAML reads off as False
             fields["events"] = "off"
         fields["name"] = place.name
@@ -142,6 +143,11 @@ class Source(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         except msgspec.ValidationError as error:
             field, what = in_words(error, InstanceSpec)
             raise ConfigError(what, field) from None
+        except ConfigError as error:
+            if fields.get(error.field) == given.get(error.field):
+                raise
+            what = str(error).removeprefix(f"{error.field}: ").replace(host, _HOST)
+            raise ConfigError(what, error.field) from None
 
 
 class Unusable(msgspec.Struct, frozen=True):

@@ -18,11 +18,12 @@ from typing import TYPE_CHECKING, Annotated, Protocol
 
 import msgspec
 
-from moonserve.core.errors import BadRequest, Conflict, EngineFailed, MoonserveError
+from moonserve.core.errors import BadRequest, ConfigError, Conflict, EngineFailed, MoonserveError
 from moonserve.core.units import MICROS_PER_SECOND
 from moonserve.live.http.message import HttpRequest, Response, decode_query, json_response
 from moonserve.live.http.server import ProcessPart, Routes
 from moonserve.live.ports import Engine
+from moonserve.live.record.files import make_folder
 
 if TYPE_CHECKING:
     from pyinstrument import Profiler as Sampler
@@ -137,6 +138,11 @@ class Profiles(ProcessPart):
         """Start and stop."""
         return {("POST", START): self._start, ("POST", STOP): self._stop}
 
+    async def prepare(self) -> None:
+        """Raises ConfigError if nothing can be written to the folder."""
+        if self._folder is not None:
+            await asyncio.to_thread(make_folder, self._folder, "profiles", "profile_folder")
+
     async def stop(self) -> None:
         """End the profile that runs."""
         if self._running is not None and self._running.timer is not None:
@@ -158,7 +164,7 @@ class Profiles(ProcessPart):
         file = self._folder / f"{self._name}-{os.getpid()}-{stamp}{self._profiler.suffix}"
         self._running = running = _Running(ProfileReply(str(file), seconds))
         try:
-            await asyncio.to_thread(_make, file.parent)
+            await asyncio.to_thread(_make, self._folder)
             await self._profiler.start()
         except BaseException:
             self._running = None
@@ -203,9 +209,6 @@ def _note_failure(task: asyncio.Task[None]) -> None:
 
 def _make(folder: Path) -> None:
     try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    except OSError as error:
-        raise BadRequest(
-            f"profiles cannot be written to {folder}: {error.strerror or error}; start the process"
-            " with another --profile-folder"
-        ) from None
+        make_folder(folder, "profiles", "profile_folder")
+    except ConfigError as error:
+        raise BadRequest(f"{error} with --profile-folder") from None

@@ -263,7 +263,9 @@ class Supervisor:
 
 
 def _how_it_ended(code: int) -> str:
-    if code >= 0:
+    if code == 0:
+        return "ended with exit code 0"
+    if code > 0:
         return f"died with exit code {code}"
     try:
         return f"was killed by {signal.Signals(-code).name}"

@@ -143,6 +143,7 @@ class Worker:
         app = WorkerApp(runner, bench, info, tokenizer, guard, fence)
         profiles = Profiles(config.profile_folder, config.name, PassProfiler(engine))
         try:
+            await profiles.prepare()
             tls = config.tls.listener() if config.tls else None
             served = app.app(profiles.routes())
             server = await serve(served, config.host, config.port, "listen", tls=tls)

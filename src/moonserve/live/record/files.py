@@ -31,17 +31,17 @@ def folder_of(setting: str) -> Path:
     return Path(setting).expanduser()
 
 
-def make_folder(folder: Path) -> None:
-    """Make sure that rows can be written there. Raises ConfigError."""
+def make_folder(folder: Path, what: str = "recordings", setting: str = "record") -> None:
+    """Make sure that such files can be written there. Raises ConfigError with the setting."""
     probe = folder / f".{os.getpid()}.probe"
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         probe.touch()
-        probe.unlink()
+        probe.unlink(missing_ok=True)  # another process may have the same id in its container
     except (OSError, RuntimeError) as error:
         why = getattr(error, "strerror", None) or error
         raise ConfigError(
-            f"{folder}: recordings cannot be written there: {why}; name another folder", "record"
+            f"{folder}: {what} cannot be written there: {why}; name another folder", setting
         ) from None
 
 
