@@ -134,6 +134,13 @@ def test_instances_that_do_not_fit_are_counted() -> None:
     assert lines[19] == "and 1 more"
 
 
+def test_a_drained_instance_is_marked() -> None:
+    """Behind the time since it was heard of, as in `moonserve instances`."""
+    lines = screen(HISTORY, [{**INSTANCES[0], "drained": True}, INSTANCES[1]])
+    marked = [line.split()[0] for line in lines if "200 ms, drained" in line]
+    assert marked == ["p0"]
+
+
 def test_a_long_verdict_takes_several_lines() -> None:
     """It is not cut, and leaves fewer lines to instances."""
     told = {**HISTORY, "verdict": {**HISTORY["verdict"], "text": "word " * 50}}

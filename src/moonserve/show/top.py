@@ -80,6 +80,7 @@ class InstanceReply(msgspec.Struct):
     kv_blocks: int = 0
     tbt_ms: float = 0.0
     heard_ms_ago: float | None = None
+    drained: bool = False
     trust: dict[str, float] = {}
 
 
@@ -207,7 +208,7 @@ def _row(it: InstanceReply) -> tuple[str, ...]:
         f"{it.max_seqs:,}",
         f"{free:.0%}",
         _ms(it.tbt_ms),
-        _ms(it.heard_ms_ago),
+        _ms(it.heard_ms_ago) + (", drained" if it.drained else ""),
         f"{it.trust.get('share', 1.0):.0%}",
     )
 
