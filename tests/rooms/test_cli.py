@@ -257,6 +257,13 @@ def test_up_refuses_a_folder_that_it_cannot_record_in(
     assert "Not a directory; name another folder" in result.output
 
 
+def test_up_names_the_flags_of_the_objectives_that_advice_needs() -> None:
+    """Before anything is fetched or started."""
+    result = run("up", "--engine", "fake", "--port", "0", "--advise")
+    assert result.exit_code == 2
+    assert "advise: needs objectives: set --ttft-slo or --tbt-slo too" in result.stderr
+
+
 def test_a_cluster_keeps_secrets_out_of_argv_and_shares_the_cores(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

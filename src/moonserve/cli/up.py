@@ -77,7 +77,7 @@ def up(config: Path | None, **flags: str | None) -> None:
 
         make_folder(folder_of(settings.record))  # likewise
     if settings.advise and settings.ttft_slo is None and settings.tbt_slo is None:
-        raise ConfigError("needs objectives: set ttft_slo or tbt_slo too", "advise")
+        raise ConfigError("needs objectives: set --ttft-slo or --tbt-slo too", "advise")
     port = _free_port(settings.host, settings.port)
     _fetch_model(settings.model)
     asyncio.run(_serve(settings, port))
