@@ -6,7 +6,7 @@ import asyncio
 import json
 import os
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from random import Random
 from typing import Any
@@ -16,8 +16,10 @@ import pytest
 from click.testing import CliRunner
 
 from moonserve.cli import cli
+from moonserve.cli import twin as command
 from moonserve.cli.client import Client
 from moonserve.cli.twin import TwinRounds
+from moonserve.core.errors import EngineFailed, NobodyAlive
 from moonserve.core.request import Slo
 from moonserve.core.schedule.advice import Advice, ClusterShape, LoadOutcome, TwinTrial
 from moonserve.core.schedule.cost import Cost
@@ -25,8 +27,10 @@ from moonserve.live.control import advice as control
 from moonserve.live.http.auth import bearer
 from moonserve.live.model.catalog import DEFAULT_MODEL
 from moonserve.live.record import recent
+from moonserve.logs import LINES
 from moonserve.sim import twin as simulated
 from tests.support.inproc import TOKEN, Site, site
+from tests.support.recorded import row
 
 pytestmark = pytest.mark.model  # for its tokenizer
 NOW = ClusterShape(3, 4, 0, "kvcache_centric")
@@ -138,7 +142,9 @@ def test_rows_are_kept_from_the_first_question_on(monkeypatch: pytest.MonkeyPatc
         await it.tokens([5] * 40, 3)
         await it.settle()
         empty = {"last": 0, "more": False, "rows": [], "under_way": []}
-        assert await call(it, recent.PATH) == empty  # nobody had asked before
+        said = await call(it, recent.PATH)  # nobody had asked before
+        began_ms = said.pop("now_ms")
+        assert said == empty
         for number in range(3):
             await it.tokens([number + 9] * 40, 3, **{"x-request-id": f"r{number}"})
         await it.settle()
@@ -149,6 +155,8 @@ def test_rows_are_kept_from_the_first_question_on(monkeypatch: pytest.MonkeyPatc
         assert (first["last"], first["more"], first["under_way"]) == (2, True, [])
         second = await call(it, f"{recent.PATH}?after=2")
         assert (second["last"], second["more"]) == (3, False)
+        times_ms = [began_ms, *(row["timestamp"] for row in first["rows"]), second["now_ms"]]
+        assert times_ms == sorted(times_ms)
         rows = first["rows"] + second["rows"]
         assert [row["request"] for row in rows] == ["r0", "r1", "r2"]
         assert [(row["input_length"], row["output_length"]) for row in rows] == [(40, 3)] * 3
@@ -209,7 +217,8 @@ def test_a_round_without_requests_or_instances_says_why(monkeypatch: pytest.Monk
         await it.add("p0", "prefill")
         await it.add("d0", "decode")
         line, advice = await observed(it, observer)
-        assert "only 0 requests can be judged yet, 20 are needed" in advice.text
+        assert "no request that arrived lately can be judged yet, 20 are needed" in advice.text
+        assert advice.happened is None
         assert advice.now == ClusterShape(1, 1, 0, "kvcache_centric")
         monkeypatch.setattr(simulated, "LEAST_JUDGED", 1)
         for number in range(9):
@@ -219,6 +228,137 @@ def test_a_round_without_requests_or_instances_says_why(monkeypatch: pytest.Monk
         assert "start the gateway with --ttft-slo and --tbt-slo" in line
         assert advice.wanted is None
         assert not observer.has_judged
+
+    on(test)
+
+
+class Told(Client):
+    """A gateway of one prefill and one decode instance, with the rows that a test sets."""
+
+    def __init__(self) -> None:
+        super().__init__("http://127.0.0.1:1", 1.0, "")
+        self.instances = [instance("p0", role="prefill"), instance("d0", role="decode")]
+        self.rows: list[dict[str, Any]] = []
+        """The next replies; the last one stays."""
+        self.posted: list[Advice] = []
+
+    def send(self, method: str, path: str, shape: Any, body: object = None) -> Any:
+        """What a gateway would answer, or what was set."""
+        told: Any = {}
+        if isinstance(body, Advice):
+            self.posted.append(body)
+        elif path == "/api/instances":
+            told = self.instances
+        elif path == "/api/stats":
+            told = {"tuning": {}}
+        elif path.startswith(recent.PATH):
+            told = self.rows.pop(0) if len(self.rows) > 1 else self.rows[0]
+        return msgspec.json.decode(msgspec.json.encode(told), type=shape)
+
+
+def instance(name: str, **known: Any) -> dict[str, Any]:
+    """A row of an instance that has joined."""
+    sizes = ("block_bytes", "kv_blocks", "max_seqs", "chunk_tokens", "segment_bytes", "layers")
+    row = {"id": name, "connector": "embedded", "block_size": 32, **dict.fromkeys(sizes, 64)}
+    return {**row, "epoch": 1, "drained": False, **known}
+
+
+def rows_reply(numbers: Sequence[int], now_ms: int, **known: Any) -> dict[str, Any]:
+    """The rows of these requests, the last ones; each arrived 100 ms after the one before."""
+    rows = [row(f"r{at}", 100 * at) for at in numbers]
+    reply = {"last": numbers[-1] if numbers else 0, "more": False, "rows": rows, "under_way": []}
+    return {**reply, "now_ms": now_ms, **known}
+
+
+def test_only_instances_that_serve_count() -> None:
+    """Drained ones and lost external engines do not, whatever their rows lack."""
+    told = Told()
+    told.rows = [rows_reply([], 0)]
+    told.instances += [
+        instance("d1", role="decode", drained=True),
+        instance("e0", role="decode", state="down"),
+        {"id": "e1", "role": "prefill", "state": "lost", "why": "connection refused"},
+    ]
+    TwinRounds(told, 5.0, 1_000, 0.99).round()
+    assert told.posted[0].now == ClusterShape(1, 1, 0, "kvcache_centric")
+    told.instances[0]["kv_blocks"] = "many"
+    with pytest.raises(EngineFailed, match=r"another version: .*kv_blocks"):
+        TwinRounds(told, 5.0, 1_000, 0.99).round()
+
+
+def test_advice_ends_with_the_load() -> None:
+    """Without new requests the next round judges none, and its time is the gateway's."""
+    told = Told()
+    first = rows_reply(range(1, 11), 1_100)
+    told.rows = [rows_reply([], 0), first, rows_reply([], 6_100, last=10)]
+    rounds_ = TwinRounds(told, 5.0, 1_000, 0.99)
+    for _ in range(3):
+        rounds_.round()
+    was = [it.happened for it in told.posted]
+    assert [None if it is None else it.requests for it in was] == [None, 10, None]
+    assert "only 10 requests can be judged" in told.posted[1].text
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (rows_reply([], 0, under_way=[row("open", 0)]), rows_reply(range(1, 31), 3_100)),
+        (rows_reply(range(1, 31), 3_100), rows_reply([], 3_100, last=30)),
+        (rows_reply([], 0), rows_reply(range(11, 31), 3_100)),
+    ],
+    ids=["some ran before", "rows from before", "rows that were dropped"],
+)
+def test_what_may_lack_earlier_requests_only_warms_up(
+    first: dict[str, Any], second: dict[str, Any]
+) -> None:
+    """Nobody knows what ran beside the first rows, so a third of the time is judged."""
+    told = Told()
+    told.rows = [first, second]
+    rounds_ = TwinRounds(told, 5.0, 1_000, 0.99)
+    rounds_.round()
+    rounds_.round()
+    happened = told.posted[1].happened
+    assert happened is not None
+    assert happened.requests < 15
+
+
+def test_a_twin_waits_for_a_cluster_that_starts(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It asks again soon, and says once that it waits; after a round's time it goes on."""
+    monkeypatch.setattr(command, "_LOOK_AGAIN_S", 0.001)
+    faults: list[Exception] = [NobodyAlive("nothing listens"), EngineFailed("503")]
+
+    class Starting(Client):
+        def get(self, path: str) -> dict[str, Any]:
+            assert path == "/ready"
+            if faults:
+                raise faults.pop()
+            return {"ready": True}
+
+    client = Starting("http://127.0.0.1:1", 1.0, "")
+    command._await_ready(client, "http://gateway", 60.0)
+    assert not faults
+    faults += [NobodyAlive("nothing listens")] * 9_999
+    command._await_ready(client, "http://gateway", 0.01)
+    assert faults
+    LINES.flush()
+    assert capsys.readouterr().out.count("until http://gateway is ready") == 2
+
+
+def test_a_wrong_token_ends_the_twin(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It cannot pass by itself. The error names the variable once."""
+    monkeypatch.setattr(os, "nice", lambda by: 0)
+    monkeypatch.setenv("MOONSERVE_TOKEN", "wrong")
+
+    async def test(it: Site) -> None:
+        await it.add("p0", "prefill")
+        await it.add("d0", "decode")
+        argv = ["twin", "--url", it.url, "--every", "2s"]
+        done = await asyncio.to_thread(CliRunner().invoke, cli, argv)
+        assert done.exit_code == 1
+        assert "401 the cluster's token is missing or wrong" in done.stderr
+        assert done.stderr.count("MOONSERVE_TOKEN") == 1
 
     on(test)
 
@@ -318,7 +458,10 @@ def test_the_command_shows_the_advice_and_what_to_do_without_one(
     assert lines[4].startswith("3 + 4 (twin)")
     assert lines[5].startswith("3 + 5 (wanted)")
     assert "71%" in lines[3]
-    assert lines[-1].startswith("420 requests that arrived within 60 s; objectives: TTFT 2,000 ms;")
+    assert lines[-1] == (
+        "420 requests that arrived within 60 s; objectives: TTFT 2,000 ms; reported 12 s ago,"
+        " after 4.0 s of work"
+    )
     said["is_stale"] = True
     assert "is stale" in CliRunner().invoke(cli, ["advise"]).stdout
     assert json.loads(CliRunner().invoke(cli, ["advise", "--json"]).stdout)["age_s"] == 12.0

@@ -38,7 +38,7 @@ def rows(times: Sequence[int], **known: object) -> list[RecordedRequest]:
 
 def test_the_latest_requests_are_judged_and_earlier_ones_warm_up() -> None:
     """Requests that ended before the warm-up are left out, in whatever order rows come."""
-    window = judged(rows([900, 100, 500, 700, 1_000, 800]), [], 200, 0)
+    window = judged(rows([900, 100, 500, 700, 1_000, 800]), [], 1_001, 200, 0)
     assert (window.from_ms, window.until_ms) == (801, 1_001)
     assert [it.timestamp for it in window.rows] == [500, 700, 800, 900, 1_000]
     assert happened(window).requests == 2
@@ -47,18 +47,36 @@ def test_the_latest_requests_are_judged_and_earlier_ones_warm_up() -> None:
 def test_judged_requests_end_where_many_are_under_way() -> None:
     """They have no outcome yet, and those that are over are the short ones. All are load."""
     ended = rows(range(0, 1_000, 10))
-    window = judged(ended, rows([905, 915, 925, 935], outcome="running"), 300, 0)
+    window = judged(ended, rows([905, 915, 925, 935], outcome="running"), 991, 300, 0)
     assert window.until_ms == 915  # one of 31 is not over before; with the next it were two of 32
-    lone = judged(ended, rows([905], outcome="running"), 300, 0)
+    lone = judged(ended, rows([905], outcome="running"), 991, 300, 0)
     assert lone.until_ms == 991
     assert happened(lone).requests == sum(lone.from_ms <= it.timestamp for it in ended)
 
 
 def test_what_came_before_a_change_of_the_cluster_is_not_judged() -> None:
     """It is load, but another cluster has served it."""
-    window = judged(rows(range(0, 1_000, 10)), [], 300, 900)
+    window = judged(rows(range(0, 1_000, 10)), [], 991, 300, 900)
     assert (window.from_ms, window.until_ms) == (900, 991)
-    assert judged([], [], 300, 0).rows == []
+    assert judged([], [], 991, 300, 0).rows == []
+
+
+def test_a_load_that_has_ended_is_not_judged_again() -> None:
+    """The judged time ends now; nearly all of it is over, so an earlier load does not count."""
+    ended = rows(range(0, 1_000, 10))
+    assert happened(judged(ended, [], 1_200, 300, 0)).requests == 10  # from 900 on
+    later = judged(ended, [], 1_300, 300, 0)
+    assert (later.from_ms, later.until_ms) == (1_000, 1_300)
+    assert happened(later).requests == 0
+    changed = judged(ended, [], 1_300, 300, 5_000)
+    assert (changed.from_ms, changed.until_ms) == (1_300, 1_300)
+
+
+def test_requests_that_found_an_idle_cluster_are_judged_from_the_first_on() -> None:
+    """Nothing is to be warmed up before them."""
+    start = rows(range(600, 1_000, 10))
+    assert happened(judged(start, [], 1_000, 1_000, 0)).requests == 13
+    assert happened(judged(start, [], 1_000, 1_000, 0, begins_idle=True)).requests == 40
 
 
 def test_shares_are_of_all_but_cancelled_requests() -> None:
@@ -69,12 +87,12 @@ def test_shares_are_of_all_but_cancelled_requests() -> None:
         row("no", 13, outcome="refused", in_time=None, actual_ttft_ms=None, actual_tbt_ms=None),
         row("left", 14, outcome="cancelled", in_time=None),
     ]
-    window = judged([row("first", 0), *four], [], 4, 0)
+    window = judged([row("first", 0), *four], [], 15, 4, 0)
     said = happened(window)
     assert (said.requests, said.in_time, said.refused) == (3, 1 / 3, 1 / 3)
     assert said.ttft_p50_ms == 500.0
     assert has_objectives(window)
-    assert not has_objectives(judged(rows([1, 2, 3], ttft_slo_ms=None), [], 4, 0))
+    assert not has_objectives(judged(rows([1, 2, 3], ttft_slo_ms=None), [], 4, 4, 0))
 
 
 class Cluster:
@@ -99,7 +117,7 @@ class Cluster:
             for end_ms, it in self.ends
             if it.timestamp <= now_ms < end_ms and output
         ]
-        window = judged(over, under_way, round(1_000 * every_s), 0)
+        window = judged(over, under_way, now_ms, round(1_000 * every_s), 0)
         self.judged_s = ((window.from_ms + window.until_ms) / 2 - START_MS) / 1_000
         was = happened(window)
         if was.requests < 20:
@@ -163,12 +181,13 @@ def test_a_pool_that_is_full_from_earlier_is_full_in_the_twin() -> None:
     sim = Simulation(Trace("live", 512, rows_), live)
     sim.run()
     last = [it for _, it in recording(sim, slo)][800:]
-    window = judged(last, [], 30_000, 0)
+    now_ms = max(it.timestamp for it in last) + 1
+    window = judged(last, [], now_ms, 30_000, 0)
     found = Twin(window, live, lambda: False).simulate(ClusterShape(2, 1, 0, "kvcache_centric"))
     assert found is not None
     assert mismatches(happened(window), found, slo) == []
     bare = [msgspec.structs.replace(it, pool_tokens=0) for it in last]
-    empty = judged(bare, [], 30_000, 0)
+    empty = judged(bare, [], now_ms, 30_000, 0)
     cold = Twin(empty, live, lambda: False).simulate(ClusterShape(2, 1, 0, "kvcache_centric"))
     assert cold is not None
     assert cold.ttft_p90_ms is not None
@@ -180,7 +199,7 @@ def test_a_run_ends_early_when_its_result_is_certain_or_time_is_over() -> None:
     """Too few in time: no outcome, as without time. Alone, the same run has one."""
     slo = Slo(4_000_000, 25_000)
     it = Cluster(setup(3, 1, slo), lambda at_s: (5.0, 16_000, 8), 60.0)
-    window = judged([row for _, row in it.ends], [], 20_000, 0)
+    window = judged([row for _, row in it.ends], [], START_MS + 60_000, 20_000, 0)
     small = ClusterShape(1, 1, 0, "kvcache_centric")
     twin = Twin(window, it.setup, lambda: False)
     outcome = twin.simulate(small)

@@ -34,8 +34,8 @@ def advise(url: str, as_json: bool) -> None:
         return
     if reply.advice is None or reply.age_s is None:
         raise NobodyAlive(
-            f"no twin has reported to {url} yet; start one with `moonserve twin --url {url}`, or"
-            " the cluster with `moonserve up --advise`; the first round takes a minute"
+            f"no twin has reported to {url} yet; if one runs, as with `moonserve up --advise`, ask"
+            f" again after its first round; else start one with `moonserve twin --url {url}`"
         )
     from moonserve.show.advice import lines
 

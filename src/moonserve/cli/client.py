@@ -12,8 +12,15 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import msgspec
 
 from moonserve.cli.tls import client_trust
-from moonserve.cli.token import credential_for
-from moonserve.core.errors import UNREADABLE, ConfigError, EngineFailed, NobodyAlive
+from moonserve.cli.token import TOKEN, credential_for
+from moonserve.core.errors import (
+    UNREADABLE,
+    ConfigError,
+    EngineFailed,
+    Forbidden,
+    NobodyAlive,
+    Unauthorized,
+)
 from moonserve.invalid import without_password
 
 if TYPE_CHECKING:
@@ -166,10 +173,14 @@ class Client:
                     f"{self._url} does not answer: {getattr(err, 'strerror', None) or err!r}"
                 ) from err
             if reply.status != 200:
-                said = self._said(text)
+                said = f"{method} {path}: {reply.status} {self._said(text)}"
                 if reply.status == 401:
-                    said += "; for commands, set MOONSERVE_TOKEN to the cluster's token or a key"
-                raise EngineFailed(f"{method} {path}: {reply.status} {said}")
+                    if TOKEN not in said:
+                        said += f"; for commands, set {TOKEN} to the cluster's token or a key"
+                    raise Unauthorized(said)
+                if reply.status == 403:
+                    raise Forbidden(said)
+                raise EngineFailed(said)
             yield reply
         finally:
             connection.close()

@@ -11,6 +11,7 @@ import os
 import sys
 import time
 from collections import Counter, deque
+from typing import Any
 
 import click
 import msgspec
@@ -38,6 +39,8 @@ _COMPARED = ("kvcache_centric", "late_binding", "cache_aware", "least_loaded")
 """The policies that the present one is compared with."""
 _TIMEOUT_S = 30.0
 _LEAST_EVERY_S = 2.0
+_LOOK_AGAIN_S = 0.5
+"""How often it asks whether a cluster that starts is ready."""
 _SHARE = 0.5
 """The part of a round in which it may simulate."""
 _NICE = 19
@@ -50,10 +53,26 @@ class _Rows(msgspec.Struct):
     more: bool
     rows: list[RecordedRequest]
     under_way: list[RecordedRequest]
+    now_ms: int
+
+
+class _Standing(msgspec.Struct, frozen=True):
+    """Whether an instance serves, by its row of /api/instances."""
+
+    block_size: int = 0
+    """0: it is an external engine that has not joined, and its row has little else."""
+    drained: bool = False
+    state: str = "up"
+    """Of external engines."""
+
+    @property
+    def serves(self) -> bool:
+        """Whether it gets new work."""
+        return self.block_size > 0 and not self.drained and self.state == "up"
 
 
 class _Member(RecordedInstance, frozen=True):
-    """An instance as /api/instances shows it."""
+    """An instance that serves, as /api/instances shows it."""
 
     epoch: int = 0
 
@@ -117,7 +136,9 @@ def twin(url: str, every_s: float, rows: int, attainment: float, once: bool) -> 
 
     die_with_parent()  # before the slow imports
     os.nice(_NICE)
-    rounds = TwinRounds(Client(url, _TIMEOUT_S), every_s, rows, attainment)
+    client = Client(url, _TIMEOUT_S)
+    rounds = TwinRounds(client, every_s, rows, attainment)
+    _await_ready(client, url, every_s)
     round_, said = 0, ""
     while True:
         began_s = time.monotonic()
@@ -136,6 +157,25 @@ def twin(url: str, every_s: float, rows: int, attainment: float, once: bool) -> 
         time.sleep(max(0.0, every_s - (time.monotonic() - began_s)))
 
 
+def _await_ready(client: Client, url: str, most_s: float) -> None:
+    """Wait until the cluster can serve, but not longer than a round: the rounds say what is wrong.
+
+    A cluster that starts beside this process needs some seconds, and a round would be lost.
+    """
+    until_s = time.monotonic() + most_s
+    said = False
+    while time.monotonic() < until_s:
+        try:
+            client.get("/ready")
+        except (EngineFailed, NobodyAlive):
+            if not said:
+                _tell(f"waits at most {most_s:g} s until {url} is ready")
+            said = True
+            time.sleep(_LOOK_AGAIN_S)
+        else:
+            return
+
+
 def _tell(line: str) -> None:
     LINES.put(sys.stdout, line)
 
@@ -150,6 +190,10 @@ class TwinRounds:
         self._rows: deque[RecordedRequest] = deque(maxlen=most)
         self._under_way: list[RecordedRequest] = []
         self._last = 0
+        self._now_ms = 0
+        """The time of the latest rows, by the gateway's clock."""
+        self._begins_idle = False
+        """Whether nothing was under way before the first row."""
         self._cluster = RecordedCluster([], Tuning())
         self._since_ms = 0
         """When the cluster was first seen as it is."""
@@ -157,7 +201,8 @@ class TwinRounds:
         """Whether some round had requests to judge."""
 
     def round(self) -> str:
-        """One round; returns what to print of it. Raises EngineFailed, NobodyAlive."""
+        """One round; returns what to print of it. Raises EngineFailed, NobodyAlive, and BadRequest
+        if the gateway refuses the token."""
         began_s = time.monotonic()
         self._look()
         if self._cluster.instances:
@@ -167,12 +212,17 @@ class TwinRounds:
         advice = msgspec.structs.replace(advice, took_s=took_s)
         self._client.send("POST", "/internal/advice", dict[str, object], advice)
         count = 0 if advice.happened is None else advice.happened.requests
-        what = f"{count:,} requests judged, {len(advice.trials)} clusters simulated"
+        what = f"{_requests(count)} judged, {len(advice.trials)} clusters simulated"
         return f"{what} in {took_s:.1f} s: {advice.text}"
 
     def _look(self) -> None:
-        """See how many instances there are, and by which settings they work."""
-        members = self._client.get_as("/api/instances", list[_Member])
+        """See how many instances serve, and by which settings they work."""
+        rows = self._client.get_as("/api/instances", list[dict[str, Any]])
+        try:
+            serving = [row for row in rows if msgspec.convert(row, _Standing).serves]
+            members = msgspec.convert(serving, list[_Member])
+        except msgspec.ValidationError as error:
+            raise EngineFailed(f"the gateway's instances are of another version: {error}") from None
         tuning = self._client.get_as("/api/stats", _TunedCluster).tuning
         cluster = RecordedCluster([*sorted(members, key=lambda it: it.id)], tuning)
         if cluster != self._cluster:
@@ -186,10 +236,17 @@ class TwinRounds:
             reply = self._client.get_as(f"/api/recording/rows?after={self._last}", _Rows)
             if reply.last < self._last:
                 self._rows.clear()  # the process that decides has started anew
+            if not self._rows and not reply.rows:
+                self._begins_idle = not reply.under_way
+            elif reply.last - len(reply.rows) != self._last:
+                self._begins_idle = False  # some rows were dropped before they were read
             self._last = reply.last
             self._rows.extend(reply.rows)
             self._under_way = reply.under_way
+            self._now_ms = reply.now_ms
             more = reply.more
+        if len(self._rows) == self._rows.maxlen:
+            self._begins_idle = False
 
     def _shape(self) -> ClusterShape:
         count = Counter(it.role for it in self._cluster.instances)
@@ -215,11 +272,21 @@ class TwinRounds:
         if why := _unlike(none.now):
             return replace(none, text=f"No advice: {why}.")
         span_ms = round(1_000 * self._every_s)
-        window = judged(self._rows, self._under_way, span_ms, self._since_ms)
+        window = judged(
+            self._rows,
+            self._under_way,
+            self._now_ms,
+            span_ms,
+            self._since_ms,
+            self._begins_idle,
+        )
         was = happened(window)
+        if not was.requests:
+            what = "no request that arrived lately can be judged yet"
+            return replace(none, text=f"No advice: {what}, {LEAST_JUDGED} are needed.")
         seen = replace(none, happened=was, from_ms=window.from_ms, until_ms=window.until_ms)
         if was.requests < LEAST_JUDGED:
-            what = f"{was.requests:,} requests can be judged yet, {LEAST_JUDGED} are needed"
+            what = f"{_requests(was.requests)} can be judged yet, {LEAST_JUDGED} are needed"
             return replace(seen, text=f"No advice: only {what}.")
         if not has_objectives(window):
             what = "advice needs objectives: start the gateway with --ttft-slo and --tbt-slo"
@@ -236,6 +303,10 @@ class TwinRounds:
         return replace(
             seen, text=found.text, binds=found.binds, wanted=found.wanted, trials=found.trials
         )
+
+
+def _requests(count: int) -> str:
+    return "1 request" if count == 1 else f"{count:,} requests"
 
 
 def _unlike(shape: ClusterShape) -> str:

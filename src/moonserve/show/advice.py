@@ -34,10 +34,11 @@ def lines(advice: Advice, age_s: float, is_stale: bool) -> Iterator[str]:
         for name, goal in (("TTFT", advice.ttft_slo_ms), ("TBT", advice.tbt_slo_ms))
         if goal is not None
     ]
+    requests = "1 request" if count == 1 else f"{count:,} requests"
     yield (
-        f"{count:,} requests that arrived within {span_s:,.0f} s; objectives:"
-        f" {' and '.join(goals) or 'those of the requests'}; {age_s:,.0f} s ago, in"
-        f" {advice.took_s:,.1f} s"
+        f"{requests} that arrived within {span_s:,.0f} s; objectives:"
+        f" {' and '.join(goals) or 'those of the requests'}; reported {age_s:,.0f} s ago, after"
+        f" {advice.took_s:,.1f} s of work"
     )
 
 

@@ -53,14 +53,17 @@ class Judged(NamedTuple):
 def judged(
     rows: Sequence[RecordedRequest],
     under_way: Sequence[RecordedRequest],
+    now_ms: int,
     span_ms: int,
     since_ms: int,
+    begins_idle: bool = False,
 ) -> Judged:
-    """The latest requests that can be judged, and those that ran beside them or before.
+    """The requests of the last `span_ms` that can be judged, and those that ran beside or before.
 
     under_way: requests that are not over, with a guess of their output. They are load, and the
-    judged requests end where too many of them begin. span_ms: of the judged requests; since_ms:
-    when the cluster last changed.
+    judged requests end where too many of them begin, otherwise now. since_ms: when the cluster last
+    changed. begins_idle: nothing was under way before the first row, so that all that came since
+    can be judged; otherwise the first rows only warm up.
     """
     if not rows:
         return Judged([], 0, 0)
@@ -68,9 +71,11 @@ def judged(
     rows = [row for row in rows if row.block_size == size]
     under_way = [row for row in under_way if row.block_size == size]
     over_ms = sorted(row.timestamp for row in rows)
-    until_ms = _until_ms(over_ms, sorted(row.timestamp for row in under_way), span_ms)
-    span_ms = min(span_ms, round((until_ms - over_ms[0]) / (1 + _WARM_UP)) or 1)
-    from_ms = max(until_ms - span_ms, since_ms)
+    under_way_ms = sorted(row.timestamp for row in under_way)
+    until_ms = _until_ms(over_ms, under_way_ms, now_ms, span_ms)
+    if not begins_idle:
+        span_ms = min(span_ms, max(1, round((until_ms - over_ms[0]) / (1 + _WARM_UP))))
+    from_ms = min(until_ms, max(until_ms - span_ms, since_ms))
     warm_ms = from_ms - round(_WARM_UP * span_ms)
     load = [row for row in rows if row.timestamp + _total_ms(row) >= warm_ms]
     return Judged(sorted([*load, *under_way], key=lambda it: it.timestamp), from_ms, until_ms)
@@ -81,13 +86,18 @@ def _total_ms(row: RecordedRequest) -> float:
     return total_ms or 0.0
 
 
-def _until_ms(over_ms: Sequence[int], under_way_ms: Sequence[int], span_ms: int) -> int:
-    """The latest time before which nearly all requests of a span are over. Both are in order."""
+def _until_ms(
+    over_ms: Sequence[int], under_way_ms: Sequence[int], now_ms: int, span_ms: int
+) -> int:
+    """The latest time before which nearly all requests of a span are over. Both are in order.
+
+    It does not look for an earlier load: without new requests there is nothing to judge.
+    """
 
     def within(times_ms: Sequence[int], until_ms: int) -> int:
         return bisect_left(times_ms, until_ms) - bisect_left(times_ms, until_ms - span_ms)
 
-    until_ms = over_ms[-1] + 1
+    until_ms = now_ms
     for open_ms in reversed(under_way_ms):
         over = within(over_ms, until_ms)
         if over >= _ENDED * (over + within(under_way_ms, until_ms)):

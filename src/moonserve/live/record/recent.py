@@ -19,7 +19,7 @@ import msgspec
 from moonserve.core.schedule.record import Record
 from moonserve.core.schedule.recorded import RecordedRequest
 from moonserve.core.units import MICROS_PER_SECOND, BlockKey, Micros, Tokens
-from moonserve.live.clock import since_1970_us
+from moonserve.live.clock import since_1970_us, wall_ms
 from moonserve.live.control.loop import ConductorLoop
 from moonserve.live.http.message import HttpRequest, Response, decode_query, json_response
 
@@ -53,6 +53,8 @@ class RecentRows(msgspec.Struct, frozen=True):
     under_way: list[RecordedRequest]
     """Requests that are not over, the earliest first, with a guess of their output; with the last
     rows only."""
+    now_ms: int
+    """The time of this reply, in ms since 1970, by the clock of the rows."""
 
 
 class EndedRequest(NamedTuple):
@@ -111,12 +113,14 @@ class Recent:
         last = after + len(chosen)
         is_all = last == self._last
         guess = self._guess()
+        now_us = self._conductor.now_us()
+        now_ms = wall_ms(since_1970_us(now_us))(now_us)
         under_way = self._under_way() if is_all else []
 
         def made() -> Response:
             rows = [self._made(it, guess) for it in chosen]
             running = [self._made(it, guess) for it in under_way]
-            return json_response(RecentRows(last, not is_all, rows, running))
+            return json_response(RecentRows(last, not is_all, rows, running, now_ms))
 
         return await asyncio.to_thread(made)
 
