@@ -72,6 +72,13 @@ def test_a_load_that_has_ended_is_not_judged_again() -> None:
     assert (changed.from_ms, changed.until_ms) == (1_300, 1_300)
 
 
+def test_judged_requests_end_before_the_first_of_those_of_which_none_is_over() -> None:
+    """Few enough run, but the load of their time is not known."""
+    ended = rows(range(0, 1_000, 10))
+    window = judged(ended, rows([1_005, 1_100], outcome="running"), 1_300, 300, 0)
+    assert window.until_ms == 1_005
+
+
 def test_requests_that_found_an_idle_cluster_are_judged_from_the_first_on() -> None:
     """Nothing is to be warmed up before them."""
     start = rows(range(600, 1_000, 10))

@@ -7,7 +7,7 @@ what its pool held at the start is put there by earlier requests of their prefix
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -97,7 +97,8 @@ def _until_ms(
     def within(times_ms: Sequence[int], until_ms: int) -> int:
         return bisect_left(times_ms, until_ms) - bisect_left(times_ms, until_ms - span_ms)
 
-    until_ms = now_ms
+    first_late = bisect_right(under_way_ms, over_ms[-1])  # none that came from there on is over
+    until_ms = min([now_ms, *under_way_ms[first_late : first_late + 1]])
     for open_ms in reversed(under_way_ms):
         over = within(over_ms, until_ms)
         if over >= _ENDED * (over + within(under_way_ms, until_ms)):
