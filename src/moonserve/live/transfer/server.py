@@ -31,6 +31,8 @@ log = logging.getLogger(__name__)
 _GREET_S = 5.0
 _STALL_S = 10.0  # for a peer that neither sends nor receives a byte
 _CLOSE_S = 5.0
+_CUT_S = 1.0
+"""A connection that was cut ends within this time."""
 _MAX_STRANGERS = 64
 _PORTS_TRIED = 8
 
@@ -64,6 +66,8 @@ class TransferServer:
         self._max_connections = max_connections
         self._tls = tls
         self._lock = threading.Lock()
+        self._ended = threading.Condition(self._lock)
+        """Notified whenever a connection has ended."""
         self._open: dict[threading.Thread, socket.socket] = {}
         self._strangers: dict[threading.Thread, None] = {}
         """Connections that have not proved the token; the oldest is first."""
@@ -107,7 +111,7 @@ class TransferServer:
                 target=self._serve, args=(sock,), name="kv-serve", daemon=True
             )
             with self._lock:
-                if self._closing or not self._has_room():
+                if not self._has_room() or self._closing:  # it may have waited
                     sock.close()
                     continue
                 # Started under the lock: a thread is in the table while it runs, and only then.
@@ -123,13 +127,15 @@ class TransferServer:
     def _has_room(self) -> bool:
         """Whether one more stranger may connect, in place of the oldest if there are too many.
 
-        It runs under the lock.
+        It runs under the lock, and waits until those that were cut have ended: else a burst of
+        strangers would keep members out.
         """
         if len(self._strangers) >= _MAX_STRANGERS:
             longest = next(iter(self._strangers))
             del self._strangers[longest]
             _cut(self._open[longest])
-        return len(self._open) < self._max_connections + _MAX_STRANGERS
+        most = self._max_connections + _MAX_STRANGERS
+        return self._ended.wait_for(lambda: len(self._open) < most, _CUT_S)
 
     def _serve(self, sock: socket.socket) -> None:
         try:
@@ -147,6 +153,7 @@ class TransferServer:
                 del self._open[me]
                 self._strangers.pop(me, None)
                 self._members.pop(me, None)
+                self._ended.notify_all()
             sock.close()
 
     def _encrypt(self, sock: socket.socket, tls: ssl.SSLContext) -> socket.socket:
