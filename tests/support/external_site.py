@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from random import Random
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -255,6 +255,9 @@ async def _decoded(events: AsyncIterator[bytes]) -> AsyncIterator[dict[str, Any]
         yield msgspec.json.decode(data)
 
 
+S = TypeVar("S", bound=Site)
+
+
 def run(
     use: Callable[[Site], Awaitable[None]],
     *pools: tuple[str, Role, Connector],
@@ -263,8 +266,18 @@ def run(
 ) -> None:
     """Run a test with a gateway and these engines; at its end nothing may be left."""
 
+    run_on(lambda: Site(tuning or Tuning(), limits), use, pools)
+
+
+def run_on(
+    make: Callable[[], S],
+    use: Callable[[S], Awaitable[None]],
+    pools: Sequence[tuple[str, Role, Connector]],
+) -> None:
+    """Run a test on the site that `make` makes, with these engines."""
+
     async def main() -> None:
-        site = Site(tuning or Tuning(), limits)
+        site = make()
         await site.start()
         try:
             for name, role, connector in pools:

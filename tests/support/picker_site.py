@@ -20,7 +20,7 @@ from moonserve.live.health import Health
 from moonserve.live.http.server import ProcessPart
 from moonserve.live.picker.front import PickerFront
 from moonserve.live.picker.server import PickerServer
-from tests.support.external_site import SHORT, Site
+from tests.support.external_site import SHORT, Site, run_on
 from tests.support.picker_proxy import Exchange
 
 NOTHING = Promised(0, 0, 0, 0)
@@ -102,17 +102,4 @@ def run(
 ) -> None:
     """Run a test with a picker and these engines; at its end nothing may be left."""
 
-    async def main() -> None:
-        site = PickerSite(tuning or Tuning(), **settings)
-        await site.start()
-        try:
-            for name, role, connector in engines:
-                await site.add(name, role, connector)
-            await asyncio.sleep(0)
-            async with asyncio.timeout(30):
-                await use(site)
-            await site.settled()
-        finally:
-            await site.stop()
-
-    asyncio.run(main())
+    run_on(lambda: PickerSite(tuning or Tuning(), **settings), use, engines)

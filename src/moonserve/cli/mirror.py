@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from moonserve.cli.client import Client
+from moonserve.cli.serving import serving
 from moonserve.core.errors import ConfigError, EngineFailed
 from moonserve.core.schedule.account import KEPT
 from moonserve.core.schedule.explain import Explanation
@@ -78,7 +79,7 @@ class ClusterWatch:
     def _look(self) -> tuple[RecordedCluster, int]:
         """The cluster, and how many requests it has placed."""
         try:
-            instances = self._client.get_as("/api/instances", list[RecordedInstance])
+            instances = serving(self._client, RecordedInstance)
             stats = self._client.get_as("/api/stats", _Stats)
         except EngineFailed as err:
             raise ConfigError(

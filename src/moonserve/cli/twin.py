@@ -11,12 +11,12 @@ import os
 import sys
 import time
 from collections import Counter, deque
-from typing import Any
 
 import click
 import msgspec
 
 from moonserve.cli.client import URL, Client
+from moonserve.cli.serving import serving
 from moonserve.core.errors import ConfigError, EngineFailed, NobodyAlive
 from moonserve.core.schedule.advice import (
     Advice,
@@ -54,21 +54,6 @@ class _Rows(msgspec.Struct):
     rows: list[RecordedRequest]
     under_way: list[RecordedRequest]
     now_ms: int
-
-
-class _Standing(msgspec.Struct, frozen=True):
-    """Whether an instance serves, by its row of /api/instances."""
-
-    block_size: int = 0
-    """0: it is an external engine that has not joined, and its row has little else."""
-    drained: bool = False
-    state: str = "up"
-    """Of external engines."""
-
-    @property
-    def serves(self) -> bool:
-        """Whether it gets new work."""
-        return self.block_size > 0 and not self.drained and self.state == "up"
 
 
 class _Member(RecordedInstance, frozen=True):
@@ -217,12 +202,7 @@ class TwinRounds:
 
     def _look(self) -> None:
         """See how many instances serve, and by which settings they work."""
-        rows = self._client.get_as("/api/instances", list[dict[str, Any]])
-        try:
-            serving = [row for row in rows if msgspec.convert(row, _Standing).serves]
-            members = msgspec.convert(serving, list[_Member])
-        except msgspec.ValidationError as error:
-            raise EngineFailed(f"the gateway's instances are of another version: {error}") from None
+        members = serving(self._client, _Member)
         tuning = self._client.get_as("/api/stats", _TunedCluster).tuning
         cluster = RecordedCluster([*sorted(members, key=lambda it: it.id)], tuning)
         if cluster != self._cluster:
