@@ -15,6 +15,7 @@ from moonserve.cli import cli
 from moonserve.core.errors import ConfigError
 from moonserve.core.request import Slo
 from moonserve.core.schedule.explain import Explanation
+from moonserve.core.schedule.facts import Connector
 from moonserve.core.schedule.profiles import OVERHEADS, Overhead, Profile
 from moonserve.core.schedule.recorded import (
     CLUSTER_FILE,
@@ -52,6 +53,10 @@ TRUTH = Profile(
     wake_us=150_000.0,
     cold_after_us=2e6,
 )
+UNREPORTED = msgspec.structs.replace(
+    TRUTH, **dict.fromkeys(("call", "turn", "own_load", "publish"), Overhead())
+)
+"""The same, of engines whose calls have no parts."""
 
 
 def cluster(prefill: int = 1, decode: int = 1) -> RecordedCluster:
@@ -76,6 +81,20 @@ def cluster(prefill: int = 1, decode: int = 1) -> RecordedCluster:
     return RecordedCluster(instances, Tuning())
 
 
+def external(connector: Connector) -> RecordedCluster:
+    """Engines that do not report what a block has: a pair, or two that serve whole requests."""
+    replace = msgspec.structs.replace
+    instances = [
+        replace(it, connector=connector, block_bytes=0, segment_bytes=0, layers=0)
+        for it in cluster().instances
+    ]
+    if connector == "none":
+        instances = [
+            replace(it, id=InstanceId(f"m{at}"), role="both") for at, it in enumerate(instances)
+        ]
+    return RecordedCluster(instances, Tuning(alone_tokens=64))
+
+
 def run(of: RecordedCluster, profile: Profile, trace: Trace) -> list[Served]:
     """What became of the requests in a simulation."""
     sim = Simulation(trace, setup_of_cluster(of, profile, BLOCK))
@@ -90,7 +109,7 @@ def recorded(one: Served, of: RecordedCluster) -> RecordedRequest:
     assert first_us is not None
     assert ended_us is not None
     gaps = one.row.output_tokens - 1
-    by_number = {f"{kind}{at:03}": f"{kind}{at}" for kind in "pd" for at in range(9)}
+    by_number = {f"{kind}{at:03}": f"{kind}{at}" for kind in "pdm" for at in range(9)}
     arrived_ms = 10**12 + one.row.at_us // 1_000
     return RecordedRequest(
         request=str(one.id),
@@ -115,6 +134,14 @@ def recorded(one: Served, of: RecordedCluster) -> RecordedRequest:
         block_size=BLOCK,
         output_guessed=False,
     )
+
+
+def hidden(row: RecordedRequest) -> RecordedRequest:
+    """The same, of an engine that does not report the parts of a prefill."""
+    assert row.stages is not None
+    parts = dict.fromkeys(("queue_ms", "load_ms", "compute_ms", "publish_ms"))
+    row.stages = msgspec.structs.replace(row.stages, **parts)
+    return row
 
 
 def compared(rows: Sequence[Explanation], served: Sequence[Served]) -> dict[str, Compared]:
@@ -201,15 +228,30 @@ def test_engines_that_report_no_parts_are_fitted_by_their_calls() -> None:
     trace = synthesize(7, 200, 0.8, SHAPE, BLOCK)
     rows = [recorded(one, of) for one in run(of, TRUTH, trace)]
     for row in rows:
-        assert row.stages is not None
-        hidden = dict.fromkeys(("queue_ms", "load_ms", "compute_ms", "publish_ms"))
-        row.stages = msgspec.structs.replace(row.stages, **hidden)
+        hidden(row)
     profile = fit_profile("again", of, rows)
     assert profile.call == profile.turn == profile.publish == Overhead()
     found = compared(rows, run(of, profile, trace))
     assert "compute_ms" not in found
     assert not found["ttft_ms"].missed()
     assert not found["tbt_ms"].missed()
+
+
+@pytest.mark.parametrize("connector", ["nixl", "none"])
+def test_external_engines_are_simulated_as_they_serve(connector: Connector) -> None:
+    """They report no parts and no bytes. A request that one engine serves alone, also a decode
+    engine that has most of the prompt, is one call; none loads KV of another to prefill."""
+    of = external(connector)
+    trace = synthesize(7, 200, 0.8, SHAPE, BLOCK)
+    before = run(of, UNREPORTED, trace)
+    rows = [hidden(recorded(one, of)) for one in before]
+    lone = [one for one in before if one.decision is not None and one.decision.joint]
+    assert len(lone) == 200 if connector == "none" else 20 < len(lone) < 200
+    profile = fit_profile("again", of, rows)
+    assert profile.pass_us[4:] == pytest.approx(UNREPORTED.pass_us[4:], rel=0.1)
+    found = compared(rows, run(of, profile, trace))
+    assert not [it for it in found.values() if it.missed()], found
+    assert abs(found["cached_tokens"].errors()["mean"]) < 0.02
 
 
 def test_costs_without_a_base_are_a_fit_too() -> None:

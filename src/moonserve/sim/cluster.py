@@ -279,7 +279,8 @@ class Simulation:
             served.relay = Relay(self.carrier, action, nodes, form, size, load, self._send)
             served.relay.begin()
             return
-        self._send(nodes[0], Call(served.id, action.number, length, length, 1, load))
+        most = served.row.output_tokens - served.generated if decision.joint else 1
+        self._send(nodes[0], Call(served.id, action.number, length, length, most, load))
 
     def _decode(self, served: Served, action: Decode) -> None:
         node, decision = self.nodes[action.to.id], served.decision
@@ -298,6 +299,8 @@ class Simulation:
         load = partial(self.carrier.load_all, served, length)
         call = Call(served.id, action.number, known, length, most, load)
         served.calls.append((node, call))
+        if self.setup.connector != "embedded":  # the engine keeps what it gets
+            self._facts += self.segments.store(node, served.keys, 0, len(served.keys))
         self._send(node, call)
 
     def _send(self, node: Node, call: Call) -> None:
@@ -343,7 +346,11 @@ class Simulation:
         last = min(step.computed_after // size, len(served.keys))
         if relay is None or self.setup.tuning.cpp_form == "chain" or call is relay.calls[-1]:
             self._facts += self.segments.store(node, served.keys, first, last)
-        if step.finish is not None:
+        if decision.joint and step.token is not None:
+            served.calls.append((node, call))  # what follows is its decode
+            served.computed_us = call.computed_us
+            self._prefilled(served, node, call)
+        elif step.finish is not None:
             over = partial(self._prefilled, served, node, call)
             if relay is not None and call is not relay.calls[-1]:
                 over = partial(self._staged, served, node, call)
@@ -401,7 +408,8 @@ class Simulation:
             # some blocks came while it was prefilled
             served.available = max(served.available, first.cached)
         final = served.generated + 1 >= served.row.output_tokens
-        if final or not self._again:
+        joint = served.decision is not None and served.decision.joint
+        if not joint and (final or not self._again):
             served.generated += 1
             served.prefilled_tokens_us.append(now_us)
         self._facts.append(PrefillEnded(served.id, call.number, final))

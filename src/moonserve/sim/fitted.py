@@ -53,7 +53,11 @@ _MOST_ON_ONE = 16
 _STEP_SCALES = (1.0, 10.0, 1e3)
 _ROUNDS = 3
 """The length of a step decides how many there were, and the other way round."""
+_LEAST_SHARE = 0.1
+"""Of the time of a pass that prefills and decodes, each is taken to need at least this share."""
 _LONG_US = 1e12
+_UNKNOWN_BYTES = 1_000
+"""What a token of KV is taken to have if its instance does not report it."""
 _OVERHEAD = (5_000.0, 5.0, 5_000.0)
 _PREFILL = (*LAPTOP_PASS[:4], 50_000.0)
 """What is expected before anything is read: base, token, cold; of prefills also past and cold."""
@@ -145,6 +149,7 @@ class _StageFit:
 class _Together(msgspec.Struct, frozen=True):
     """Requests of one instance that shared passes, or one that had its own."""
 
+    where: InstanceId
     first: int
     """The number of the first of them."""
     begin_us: float
@@ -185,10 +190,13 @@ class _Served(msgspec.Struct, frozen=True):
         compute_ms = stages.prefill_ms if stages.compute_ms is None else stages.compute_ms
         gaps = max(0, (row.output_tokens or 0) - (2 if connector == "embedded" else 1))
         decoded = None
-        if stages.handover_ms is not None and stages.decode_ms is not None and gaps:
+        joint = connector != "embedded" and row.prefill == row.decode
+        if (joint or stages.handover_ms is not None) and stages.decode_ms is not None and gaps:
             last_us = arrived_us + 1e3 * stages.total_ms
-            step_us = 1e3 * stages.decode_ms / gaps
-            decoded = (last_us - 1e3 * stages.decode_ms - step_us, last_us)
+            first_us = last_us - 1e3 * stages.decode_ms
+            if not joint:  # its first token takes a step here too
+                first_us -= 1e3 * stages.decode_ms / gaps
+            decoded = (first_us, last_us)
         return _Served(
             row,
             stages,
@@ -247,17 +255,23 @@ class _Fit:
         prefills = _loads(_spans(served, lambda it: it.row.prefill, _called))
         self._decodes = _loads(_spans(served, lambda it: it.row.decode, _decoding))
         self._is_apart = {one.row.request for one in served if _is_apart(one, prefills)}
-        self._cold_after_us = self._best_cold()
-        self._cores = self._best_cores()
-        self._cold_after_us = self._best_cold()
-        *self._prefill, self._wake = self._prefills().coefficients
-        self._step = self._steps().coefficients
+        self._has_parts = any(one.stages.compute_ms is not None for one in served)
+        self._prefill: Sequence[float] = (0.0,) * 4
+        self._step: Sequence[float] = (0.0,) * 3
+        mixed = {them.where for them in self._together} & self._decodes.keys()
+        for _ in range(_ROUNDS if mixed else 1):
+            self._cold_after_us = self._best_cold()
+            self._cores = self._best_cores()
+            self._cold_after_us = self._best_cold()
+            *self._prefill, self._wake = self._prefills().coefficients
+            self._step = self._steps().coefficients
 
     def profile(self, name: str) -> Profile:
         """All of it."""
         decodes = [it for it in self._instances.values() if it.role != "prefill"]
         one = decodes[0]
-        token_bytes = one.block_bytes // one.block_size
+        # External engines do not report it. Only times are fitted, so any size gives the same.
+        token_bytes = one.block_bytes // one.block_size or _UNKNOWN_BYTES
         own_load = self._line(lambda it: it.cached, lambda it: it.stages.load_ms, self._loads)
         idle = [one for one in self._served if self._finds_idle(one)]
         joins = self._finds_idle if len(idle) >= LEAST_ROWS else self._decoded
@@ -321,12 +335,14 @@ class _Fit:
         colds = self._cold()
         for them in self._together:
             took_us = (them.end_us - them.begin_us) / slowed(them.begin_us, them.end_us)
+            took_us = max(_LEAST_SHARE * took_us, took_us - self._decoded_us(them))
             line.add((*them.features, float(colds[them.first])), took_us)
         return line
 
     def _steps(self) -> _StageFit:
         """Base, requests and context of decode steps, from the means over each request's steps."""
         slowed = self._activity.slowed(self._cores)
+        prefills = self._prefilling()
         step: tuple[float, ...] = LAPTOP_PASS[4:]
         line = _StageFit(step, _STEP_SCALES)
         for _ in range(_ROUNDS):
@@ -340,9 +356,34 @@ class _Fit:
                     steps = (last_us - decode_us, last_us)
                     seqs, context = self._beside(one.row.decode, *steps)
                     features = (one.gaps, one.gaps * seqs, one.gaps * context)
-                    line.add(features, decode_us / slowed(*steps))
+                    took_us = decode_us / slowed(*steps)
+                    if one.row.decode in prefills:
+                        _, _, prefill_us = prefills[one.row.decode].between(*steps)
+                        took_us = max(_LEAST_SHARE * took_us, took_us - prefill_us)
+                    line.add(features, took_us)
             step = line.coefficients
         return line
+
+    def _decoded_us(self, them: _Together) -> float:
+        """What the passes of these prefills took for requests that decoded in them, and half a step
+        of those before, if the prefill's times include the wait for it."""
+        if them.where not in self._decodes:
+            return 0.0
+        seqs, context = self._beside(them.where, them.begin_us, them.end_us)
+        steps = them.features[0] + (0.0 if self._has_parts else 0.5)
+        return steps * min(1.0, seqs) * _step_us(self._step, seqs, context)
+
+    def _prefilling(self) -> dict[InstanceId, _Load]:
+        """When each instance prefilled, of those that decode too. In place of tokens: the share of
+        the time that the prefill took in its passes."""
+        spans: dict[InstanceId, list[tuple[float, float, float]]] = {}
+        for them in self._together:
+            if them.where in self._decodes:
+                us = sum(a * b for a, b in zip(self._prefill, them.features, strict=True))
+                took_us = them.end_us - them.begin_us
+                share = min(1.0, us / took_us)
+                spans.setdefault(them.where, []).append((them.begin_us, them.end_us, share))
+        return _loads(spans)
 
     def _beside(self, instance: InstanceId | None, begin: float, end: float) -> tuple[float, float]:
         """How many requests decoded there in this time, and how many tokens they had."""
@@ -462,7 +503,7 @@ def _together(served: Sequence[_Served], chunk: Tokens) -> list[_Together]:
     by_instance = _spans(
         list(range(len(served))), lambda at: served[at].row.prefill, lambda at: (at,)
     )
-    for them in by_instance.values():
+    for where, them in by_instance.items():
         numbers = sorted((at for (at,) in them), key=lambda at: served[at].computed_us)
         groups: list[list[int]] = []
         end_us = 0.0
@@ -476,16 +517,18 @@ def _together(served: Sequence[_Served], chunk: Tokens) -> list[_Together]:
             else:
                 groups.append([at])
                 end_us = end
-        found += [_of_group([served[at] for at in group], min(group), chunk) for group in groups]
+        found += [
+            _of_group(where, [served[at] for at in group], min(group), chunk) for group in groups
+        ]
     return found
 
 
-def _of_group(them: Sequence[_Served], first: int, chunk: Tokens) -> _Together:
+def _of_group(where: InstanceId, them: Sequence[_Served], first: int, chunk: Tokens) -> _Together:
     all_features = [prefill_features(one.prompt, one.cached, chunk) for one in them]
     _, new, square, past = (sum(column) for column in zip(*all_features, strict=True))
     begin_us = min(one.computed_us[0] for one in them)
     end_us = max(one.computed_us[1] for one in them)
-    return _Together(first, begin_us, end_us, (-(-new // chunk), new, square, past))
+    return _Together(where, first, begin_us, end_us, (-(-new // chunk), new, square, past))
 
 
 def _is_apart(one: _Served, prefills: Mapping[InstanceId, _Load]) -> bool:

@@ -38,8 +38,12 @@ class Recording(msgspec.Struct, frozen=True):
         instances = self.cluster.instances
         if {it.role for it in instances} not in ({"both"}, {"prefill", "decode"}):
             return "has not both roles, or mixed instances beside them"
+        if len({it.connector for it in instances}) > 1:
+            return "has instances with different connectors"
         for it in instances:
-            sizes = (it.block_size, it.block_bytes, it.kv_blocks, it.max_seqs, it.chunk_tokens)
+            sizes = [it.block_size, it.kv_blocks, it.max_seqs, it.chunk_tokens]
+            if it.connector == "embedded":
+                sizes.append(it.block_bytes)
             if min(sizes) < 1:
                 return f"has an instance that does not say its sizes, {it.id}"
         return ""
@@ -111,7 +115,9 @@ def setup_of_cluster(cluster: RecordedCluster, profile: Profile, block_size: Tok
         prefill_seqs=one.max_seqs,
         chunk_tokens=one.chunk_tokens,
         decode_seqs=at_decode[0].max_seqs,
+        keep_output=not embedded,
+        connector=one.connector,
         ahead=0,
-        first_token="prefill" if embedded else "decode",
+        first_token="prefill" if embedded or mixed else "decode",
         overlap=False,
     )

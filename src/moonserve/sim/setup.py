@@ -10,7 +10,7 @@ import msgspec
 from moonserve.core.errors import ConfigError
 from moonserve.core.kv.keys import Namespace
 from moonserve.core.request import Slo, Stopping
-from moonserve.core.schedule.facts import InstanceInfo, Role
+from moonserve.core.schedule.facts import Connector, InstanceInfo, Role
 from moonserve.core.schedule.policies import policy_of
 from moonserve.core.schedule.profiles import PROFILES, Profile
 from moonserve.core.schedule.tuning import Tuning
@@ -75,6 +75,10 @@ class Setup(msgspec.Struct, frozen=True):
     and the blocks of its output take room as well, and a full segment evicts several at a time."""
     keep_output: bool = False
     """Whether decode instances keep the KV of their output, for the next turn."""
+    connector: Connector = "embedded"
+    """How KV gets from prefill to decode. All but embedded are of external engines: they load no KV
+    of other instances to prefill. With keep_output their decode instances also keep the KV of
+    prompts."""
     prefill_seqs: int = 1
     """Prompts that a prefill instance computes at a time; in the papers, one."""
     chunk_tokens: Tokens = _NO_LIMIT
@@ -138,7 +142,8 @@ class Setup(msgspec.Struct, frozen=True):
 
     def _info(self, name: str, role: Role, block_size: Tokens, at: int) -> InstanceInfo:
         size = block_size * self.profile.kv_bytes_per_token
-        stores = not self.pooled and (role != "decode" or self.keep_output)
+        external = self.connector != "embedded"
+        stores = not (self.pooled or external) and (role != "decode" or self.keep_output)
         return InstanceInfo(
             id=InstanceId(name),
             epoch=1,
@@ -156,4 +161,6 @@ class Setup(msgspec.Struct, frozen=True):
             segment_bytes=size * self.cache_blocks if stores and self.cache_blocks else 0,
             rack=f"rack{at % self.racks}" if self.racks else "",
             layers=self.profile.layers,
+            connector=self.connector,
+            fetches=not external,
         )
