@@ -340,6 +340,9 @@ class Conducting(Protocol):
         `duplicate_request_id`.
         """
 
+    def end_all(self, why: str) -> None:
+        """End all open requests; a client whose reply is not whole gets an error that says why."""
+
     def tell(self, *facts: DriverFact) -> None:
         """Report facts about open requests; those of one turn of the event loop make one step."""
 

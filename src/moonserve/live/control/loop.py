@@ -31,7 +31,7 @@ from moonserve.core.schedule.actions import (
 from moonserve.core.schedule.adoption import Adopted, Deposed, FactOfRequest, StepFact
 from moonserve.core.schedule.conductor import Conductor
 from moonserve.core.schedule.decode_forecast import PredictionErrors
-from moonserve.core.schedule.facts import Arrived, InstanceInfo, SpreadUpTo
+from moonserve.core.schedule.facts import Arrived, ClientGone, InstanceInfo, SpreadUpTo
 from moonserve.core.schedule.hot import Hot
 from moonserve.core.schedule.membership import MemberChange
 from moonserve.core.schedule.record import Measured, Record
@@ -203,6 +203,12 @@ class ConductorLoop:
         self._inboxes.clear()
         self.tell(Deposed())
         self.settle()
+
+    def end_all(self, why: str) -> None:
+        """See ports.Conducting."""
+        for request, inbox in self._inboxes.items():
+            self.tell(ClientGone(request))
+            inbox.put_nowait(GiveUp(request, why))
 
     def close(
         self,

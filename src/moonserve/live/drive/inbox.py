@@ -38,6 +38,11 @@ class ActionInbox:
         """Why calls have to end that are not out yet: an Abort may come in the same step as its
         call."""
 
+    @property
+    def is_over(self) -> bool:
+        """Whether an action that waits here ends the request."""
+        return any(isinstance(it, (GiveUp, Refuse)) for it in self._actions)
+
     def out(self, number: int) -> None:
         """Note that a call of this number goes out; 0: the call is over."""
         self.number, self.lost = number, self._early.pop(number, None)

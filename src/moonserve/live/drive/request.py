@@ -396,10 +396,13 @@ class RequestDriver(Generic[PieceT]):
                 exc_info=error,
             )
         died = await self._died(lost)
-        if not retry:
+        if self.inbox.is_over:
+            pass  # the Conductor has ended the request already
+        elif retry:
+            self._report(lost, lost.retry, died)
+        else:
             self._break_off(lost, died)
             raise EngineFailed(plain(lost, self._called) + self._pointer())
-        self._report(lost, lost.retry, died)
         self._lost, self._failed = lost, self._called
         self._reading = False
         self.inbox.out(0)

@@ -236,6 +236,12 @@ class RemoteConductor:
                     self._give_up(life)
         self.notify(*facts)
 
+    def end_all(self, why: str) -> None:
+        """See ports.Conducting."""
+        for request, life in self._lives.items():
+            self.tell(ClientGone(request))
+            life.inbox.put_nowait(GiveUp(request, why))
+
     def first_token(self, request: RequestId, cached_tokens: Tokens | None) -> None:
         """See ports.Conducting."""
         life = self._lives.get(request)

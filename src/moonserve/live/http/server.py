@@ -67,6 +67,7 @@ _DISCARDED_BYTES_PER_S: Bytes = 16 << 20
 """Of all clients together: many large bodies that nobody wants must not keep the loop busy."""
 _CLEANUP_S = 5.0
 _FLUSH_S = 1.0
+_LAST_S = 1.0
 _ACCEPTING_TURNS = 3
 """Turns of the event loop in which a listener accepts all that waits for it."""
 _NOTICE_S = 0.1
@@ -836,12 +837,15 @@ class Server:
             places.refused,
         )
 
-    async def stop(self, drain_s: float, part_s: float = 0.0) -> None:
+    async def stop(
+        self, drain_s: float, part_s: float = 0.0, last: Callable[[], None] | None = None
+    ) -> None:
         """Refuse new requests, let running ones finish for `drain_s`, then cut them.
 
-        part_s: for so long, open connections get one more reply each, before idle ones are closed:
-        a client may send its next request just then. Returns once every handler has ended, or 5 s
-        after the cut at the latest.
+        last: is called a second before the cut, so that they can end by themselves. part_s: for so
+        long, open connections get one more reply each, before idle ones are closed: a client may
+        send its next request just then. Returns once every handler has ended, or 5 s after the cut
+        at the latest.
         """
         connections = self._connections
         for _ in range(_ACCEPTING_TURNS if part_s else 0):
@@ -858,6 +862,9 @@ class Server:
             connection.shutdown()
         if connections.tasks:
             await asyncio.wait(set(connections.tasks), timeout=drain_s)
+        if connections.tasks and last is not None:
+            last()
+            await asyncio.wait(set(connections.tasks), timeout=_LAST_S)
         running = {task for task in connections.tasks if not task.done()}
         if not running:
             await self._until_closed(_FLUSH_S)

@@ -230,7 +230,9 @@ class FrontProcess(Process):
             lambda: None if fleet is None else fleet.report_again(),
         )
         parts = [ConductorLink(conductor, self.forward, registry), *access.parts]
-        super().__init__(config, http, parts, front, guard=access.guard, name="front")
+        super().__init__(
+            config, http, parts, front, guard=access.guard, name="front", conductor=conductor
+        )
 
     @classmethod
     async def start(cls, config: GatewayConfig, shared: bool = False) -> FrontProcess:

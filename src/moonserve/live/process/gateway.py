@@ -165,7 +165,15 @@ class Gateway(Process):
             for collector in part.collectors():
                 front.metrics.registry.register(collector)
         parts = [*access.parts, *deciding.parts]
-        super().__init__(config, http, parts, front, guard=access.guard, name="gateway")
+        super().__init__(
+            config,
+            http,
+            parts,
+            front,
+            guard=access.guard,
+            name="gateway",
+            conductor=self.conductor,
+        )
 
     @classmethod
     async def start(

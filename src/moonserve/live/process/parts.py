@@ -28,6 +28,7 @@ from moonserve.live.http.server import (
     serve_socket,
 )
 from moonserve.live.openai.request import BodyShape
+from moonserve.live.ports import Conducting
 from moonserve.live.process.about import About
 from moonserve.live.process.metrics import ProcessKind, ProcessMetrics
 from moonserve.live.process.profiles import LoopProfiler, Profiles
@@ -38,6 +39,9 @@ INTERNAL_BODY_BYTES: Bytes = 64 << 20
 _PART_S = 1.0
 """How long clients' connections may each send one more request to a process that leaves a shared
 port."""
+_CUT_S = 1.0
+"""How long clients may take to read why their requests were ended."""
+_CUT = "this server is stopping, and running requests have had their time; send the request again"
 
 
 class ClientSide(Protocol):
@@ -78,15 +82,17 @@ class Process:
         *,
         guard: Guard,
         name: ProcessKind,
+        conductor: Conducting | None = None,
     ) -> None:
         """front: serves clients, and is drained at the end; guard: of all paths; name: of the
-        server, for its log."""
+        server, for its log; conductor: that of the requests of `front`."""
         self.http = http
         self._config = config
         self._parts = [*parts, *([] if front is None else front.parts)]
         self._front = front
         self._guard = guard
         self._name = name
+        self._conductor = conductor
         self._server: Server | None = None
         self._at_socket: Server | None = None
         self._shared = False
@@ -153,7 +159,7 @@ class Process:
         return mounted
 
     async def stop(self, drain_s: float) -> None:
-        """Refuse new requests, let running ones finish for `drain_s`, then cut them.
+        """Refuse new requests, let running ones finish for `drain_s`, then end them with an error.
 
         The server listens until they have ended: workers beat and call the store meanwhile. If
         other processes listen at its port, it leaves that at once: clients connect to the others.
@@ -162,13 +168,21 @@ class Process:
             self._front.stop_waiting()
         elif self._front is not None:
             self._front.drain()
-            await self._front.idle(drain_s)
+            if not await self._front.idle(drain_s):
+                self._cut()
+                await self._front.idle(_CUT_S)
         for server in (self._server, self._at_socket):
-            if server is not None:
-                await server.stop(*((drain_s, _PART_S) if self._shared else (0,)))
+            if server is not None and self._shared:
+                await server.stop(drain_s, _PART_S, self._cut)
+            elif server is not None:
+                await server.stop(0)
         for part in reversed(self._parts):
             await part.stop()
         await self.http.close()
+
+    def _cut(self) -> None:
+        if self._conductor is not None:
+            self._conductor.end_all(_CUT)
 
 
 async def run(

@@ -1,0 +1,109 @@
+"""A server that stops while requests run: after their time they end with an error that says so."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from moonserve.core.schedule.cost import Cost
+from moonserve.live.control.config import GatewayConfig
+from moonserve.live.external.spec import InstanceSpec
+from moonserve.live.http.client import HttpClient, sse_events
+from moonserve.live.process.fronts import ConductorProcess, FrontProcess
+from moonserve.live.process.gateway import Gateway
+from tests.support.engines import QUICK, Engine
+from tests.support.inproc import site
+
+SLOW = Cost((20_000, 0, 0, 0, 20_000, 0, 0), learns=False)
+"""A pass takes 20 ms."""
+STOPPING = "this server is stopping, and running requests have had their time"
+
+
+async def events_of(
+    http: HttpClient, url: str, body: dict[str, Any], first: asyncio.Event
+) -> list[dict[str, Any]]:
+    """The events of a streamed completion; `first` is set with the first one."""
+    raw = msgspec.json.encode({"prompt": "once upon a time", "stream": True, **body})
+    seen: list[dict[str, Any]] = []
+    async with http.stream(
+        "POST", url + "/v1/completions", body=raw, timeout_s=20, idle_timeout_s=20
+    ) as reply:
+        assert reply.status == 200, await reply.read()
+        async for event in sse_events(reply):
+            seen.append(msgspec.json.decode(event))
+            first.set()
+    return seen
+
+
+def test_a_stream_of_workers_ends_with_an_error_and_counts_as_failed() -> None:
+    """What a worker does for it ends too, and nothing stays promised."""
+
+    async def main() -> None:
+        async with asyncio.timeout(30), site() as at:
+            await at.add("p0", "prefill")
+            await at.add("d0", "decode", SLOW)
+            first = asyncio.Event()
+            model = at.gateway.conductor.instances()[0].model
+            body = {"model": model, "max_tokens": 1_000, "ignore_eos": True}
+            asking = asyncio.create_task(events_of(at.http, at.url, body, first))
+            await first.wait()
+            await at.gateway.stop(0.05)
+            assert STOPPING in (await asking)[-1]["error"]["message"]
+            [record] = at.gateway.conductor.account.latest()
+            assert (record.outcome, record.fate) == ("failed", "failed")
+            assert not at.gateway.conductor.core.promised().requests
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("role", ["gateway", "front"])
+def test_requests_on_engines_end_with_an_error(role: str, tmp_path: Path) -> None:
+    """A stream gets an error event, a reply that is not streamed a 502. A front that shares its
+    port does the same."""
+
+    async def main() -> None:
+        async with asyncio.timeout(30), contextlib.AsyncExitStack() as stack:
+            engine = Engine("a", token_s=0.05)
+            await engine.start()
+            stack.push_async_callback(engine.stop)
+            specs = [InstanceSpec(name="a", url=engine.url, events="off")]
+            config = GatewayConfig(model="", port=0, token="t0ken", wait_ready=10_000_000)
+            decides: Gateway | ConductorProcess
+            serves: Gateway | FrontProcess
+            if role == "gateway":
+                decides = serves = await Gateway.start(config, specs, QUICK)
+            else:
+                decides = await ConductorProcess.start(config, specs)
+                where = f"127.0.0.1:{decides.port}"
+                of_front = msgspec.structs.replace(config, conductor=where)
+                serves = await FrontProcess.start(of_front, shared=True)
+            stack.push_async_callback(decides.stop, 0)
+            http = HttpClient()
+            stack.push_async_callback(http.close)
+            url = f"http://127.0.0.1:{serves.port}"
+            first = asyncio.Event()
+            body = {"model": "m", "max_tokens": 500}
+            asking = asyncio.create_task(events_of(http, url, body, first))
+            raw = msgspec.json.encode({**body, "prompt": "another"})
+            path = url + "/v1/completions"
+            whole = asyncio.create_task(http.request("POST", path, body=raw, timeout_s=20))
+            await first.wait()
+            while engine.running < 2:
+                await asyncio.sleep(0.01)
+            await serves.stop(0.05)
+            assert STOPPING in (await asking)[-1]["error"]["message"]
+            reply = await whole
+            assert (reply.status, STOPPING in reply.body.decode()) == (502, True)
+            while engine.running:
+                await asyncio.sleep(0.01)
+            account = decides.conductor.account
+            while any(record.outcome == "running" for record in account.latest()):
+                await asyncio.sleep(0.01)
+            assert [record.outcome for record in account.latest()] == ["failed", "failed"]
+
+    asyncio.run(main())
