@@ -8,7 +8,7 @@ import msgspec
 
 from moonserve.core.request import Slo
 from moonserve.core.schedule.actions import Candidate, Decision
-from moonserve.core.schedule.record import Measured, PrefillTimes, Record
+from moonserve.core.schedule.record import DecodeTimes, Measured, PrefillTimes, Record
 from moonserve.core.schedule.spans import StageSpan, span_tree
 from moonserve.core.units import InstanceId, RequestId, SegmentId
 
@@ -43,7 +43,8 @@ def served(**changes: object) -> Record:
     it.decision, it.attempts, it.is_closed, it.is_good, it.outcome = DECISION, 1, True, True, "stop"
     it.prefill_us, it.prefilled_us, it.first_us = 1_500, 31_500, 31_500
     it.decode_us, it.ended_us = 31_600, 101_000
-    it.measured = Measured(10, 48, 7_000, 5_000, PrefillTimes(2_000, 0, 25_000, 3_000))
+    parts = PrefillTimes(2_000, 0, 25_000, 3_000), DecodeTimes(900, 600, 3_000)
+    it.measured = Measured(10, 48, 7_000, 5_000, *parts)
     for name, value in changes.items():
         setattr(it, name, value)
     return it
@@ -72,6 +73,9 @@ def test_the_stages_follow_each_other_within_the_request() -> None:
         (2, "compute", 3_500, 28_500),
         (2, "publish", 28_500, 31_500),
         (1, "transfer", 31_600, 36_600),
+        (2, "queue", 31_600, 32_500),
+        (2, "load", 32_500, 33_100),
+        (2, "compute", 33_100, 36_100),
         (1, "decode", 36_600, 101_000),
     ]
 

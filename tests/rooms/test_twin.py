@@ -161,6 +161,10 @@ def test_rows_are_kept_from_the_first_question_on(monkeypatch: pytest.MonkeyPatc
         assert [row["request"] for row in rows] == ["r0", "r1", "r2"]
         assert [(row["input_length"], row["output_length"]) for row in rows] == [(40, 3)] * 3
         assert {len(row["hash_ids"]) for row in rows} == {2}
+        for stages in [each["stages"] for each in rows]:
+            parts = [stages[f"decode_{part}_ms"] for part in ("queue", "load", "first")]
+            assert min(parts) >= 0
+            assert sum(parts) <= stages["handover_ms"]
         assert {len(row["candidates"]) for row in rows} == {0}
         [under_way] = second["under_way"]
         assert (under_way["request"], under_way["outcome"]) == ("open", "running")

@@ -6,10 +6,13 @@ import asyncio
 from typing import Any
 
 import pytest
+from msgspec import UNSET, UnsetType
 
 from moonserve.core.engine.batch import Pass, PassResult
 from moonserve.core.errors import BadRequest, EngineFailed, Overloaded, TransferFailed
 from moonserve.core.request import Stopping
+from moonserve.core.schedule.cost import Cost
+from moonserve.core.schedule.record import DecodeTimes
 from moonserve.core.shares import Party
 from moonserve.core.units import LeaseId, RequestId
 from moonserve.live.engine.fake import FakeEngine, fake_cost
@@ -96,6 +99,29 @@ def test_decode_continues_from_handed_over_kv(length: int) -> None:
         assert sum(s.decode_seqs for s in load.passes) == 4
         await decode.idle()
         assert store.leases == []
+
+    run(main())
+
+
+def test_a_decode_reports_its_time_until_its_first_token() -> None:
+    """Once, with the first token that it makes itself. Where there is one place, the second decode
+    waits until the first one has ended."""
+
+    async def main() -> None:
+        cost = Cost((0, 0, 0, 0, 10_000, 0, 0), learns=False)
+        engine = FakeEngine(block_size=BLOCK, num_blocks=64, cost=cost)
+        prefill, decode = Bench(store := DictStore()), Bench(store, engine=engine, max_seqs=1)
+
+        async def entries(name: str) -> list[DecodeTimes | UnsetType]:
+            tokens = prompt(8)
+            [first] = await prefill.tokens(job(name, tokens, new=1, send_kv=True))
+            decoding = job(name, tokens, take_kv=True, first_token=first)
+            return [piece.entry async for piece in decode.runner.generate(decoding)]
+
+        first, second = await asyncio.gather(entries("x"), entries("y"))
+        assert first == [UNSET, DecodeTimes(0, 0, 10_000), UNSET, UNSET, UNSET]
+        assert second == [UNSET, DecodeTimes(40_000, 0, 10_000), UNSET, UNSET, UNSET]
+        await decode.idle()
 
     run(main())
 

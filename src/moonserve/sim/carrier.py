@@ -140,11 +140,17 @@ class Carrier:
 
     def load_all(self, served: Served, length: Tokens, done: Callable[[Tokens], None]) -> None:
         """A decode call needs all the KV, which may be on its way already."""
+        seated_us = self._clock.now_us
         if served.flow is None:
             served.flow = self.whole_flow(served, served.calls[-1][0])
         way_us = self._setup.profile.decode_call.us(served.row.input_tokens, 0.0, self.pace)
-        here = partial(self.after, way_us, partial(done, length))
+
+        def came() -> None:
+            served.handover_load_us = self._clock.now_us - seated_us
+            served.handover_call_us = way_us
+            self.after(way_us, partial(done, length))
+
         if served.flow.there:
-            here()
+            came()
         else:
-            served.flow.then = here
+            served.flow.then = came

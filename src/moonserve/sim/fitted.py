@@ -273,12 +273,7 @@ class _Fit:
         # External engines do not report it. Only times are fitted, so any size gives the same.
         token_bytes = one.block_bytes // one.block_size or _UNKNOWN_BYTES
         own_load = self._line(lambda it: it.cached, lambda it: it.stages.load_ms, self._loads)
-        idle = [one for one in self._served if self._finds_idle(one)]
-        joins = self._finds_idle if len(idle) >= LEAST_ROWS else self._decoded
-        take = self._line(lambda it: it.prompt, self._taken_ms, joins, _handed_over, cold=False)
-        apart = one.role == "decode"
-        per_token_us = take.token_us if apart else own_load.token_us
-        load_us = min(own_load.base_us, take.base_us) if apart else own_load.base_us
+        link, decode_call = self._handover(own_load, one.role == "decode")
         return Profile(
             name=name,
             source=f"fitted from {len(self._served):,} recorded requests",
@@ -287,15 +282,15 @@ class _Fit:
                 tuple[float, float, float, float, float, float, float],
             ),
             kv_bytes_per_token=token_bytes,
-            link_bytes_per_s=1e6 * token_bytes / max(1e-6, per_token_us),
+            link_bytes_per_s=1e6 * token_bytes / max(1e-6, link.token_us),
             kv_tokens=min(it.kv_blocks * it.block_size for it in decodes),
-            load_base_us=load_us,
+            load_base_us=link.base_us,
             arrive=self._line(lambda it: it.prompt, lambda it: it.stages.waited_ms, self._apart),
             call=self._line(lambda it: it.prompt, lambda it: it.stages.call_ms),
             turn=self._line(lambda it: it.prompt, lambda it: it.stages.queue_ms, self._apart),
             own_load=own_load,
             publish=self._line(_computed, lambda it: it.stages.publish_ms),
-            decode_call=Overhead(take.base_us - load_us if apart else take.base_us),
+            decode_call=decode_call,
             wake_us=self._wake,
             cold_after_us=self._cold_after_us,
             cores=self._cores,
@@ -413,9 +408,39 @@ class _Fit:
         first_us = one.decoded_us[0]
         return self._beside(one.row.decode, first_us - 2e3, first_us - 1e3)
 
+    def _handover(self, own_load: Overhead, apart: bool) -> tuple[Overhead, Overhead]:
+        """What KV takes that comes from elsewhere, and the decode call beside that. apart: whether
+        decode instances are others than prefill instances."""
+        line = partial(self._line, lambda it: it.prompt, when=_handed_over, cold=False)
+        reported = [one for one in self._served if one.stages.decode_call_ms is not None]
+        if len(reported) >= LEAST_ROWS:
+            link = line(lambda it: it.stages.decode_load_ms, self._lone_handovers(reported))
+            return link if apart else own_load, line(lambda it: it.stages.decode_call_ms)
+        idle = [one for one in self._served if self._finds_idle(one)]
+        joins = self._finds_idle if len(idle) >= LEAST_ROWS else self._decoded
+        take = line(self._taken_ms, joins)
+        if not apart:
+            return own_load, Overhead(take.base_us)
+        base_us = min(own_load.base_us, take.base_us)
+        return Overhead(base_us, take.token_us), Overhead(take.base_us - base_us)
+
+    def _lone_handovers(self, them: Sequence[_Served]) -> Callable[[_Served], bool]:
+        """Which of these shared the link of their prefill instance with no other; all, if few
+        did."""
+        loads = _loads(_spans(them, lambda it: it.row.prefill, lambda it: (*_handed_over(it), 0.0)))
+        alone: set[str] = set()
+        for one in them:
+            assert one.row.prefill is not None
+            begin, end = _handed_over(one)
+            _, seqs_us, _ = loads[one.row.prefill].between(begin, end)
+            if seqs_us < (1 + _ALONE) * (end - begin):
+                alone.add(one.row.request)
+        return lambda it: len(alone) < LEAST_ROWS or it.row.request in alone
+
     def _taken_ms(self, one: _Served) -> float | None:
-        """Its hand-over without its own first step, on a machine that may be cold, and without the
-        rest of the step that it finds, which is half of one in the mean."""
+        """Of an instance that does not report it: its hand-over without its own first step, on a
+        machine that may be cold, and without the rest of the step that it finds, which is half of
+        one in the mean. A wait for a place in the batch is in it."""
         if one.stages.handover_ms is None or one.decoded_us is None:
             return None
         seqs, context = self._found(one)

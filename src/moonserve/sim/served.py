@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 import msgspec
 
 from moonserve.core.schedule.actions import Candidate, Decision, Prefill, Spread
-from moonserve.core.schedule.record import PrefillTimes, StageTimes, between
+from moonserve.core.schedule.record import DecodeTimes, PrefillTimes, StageTimes, between
 from moonserve.core.units import BlockKey, Micros, RequestId, Tokens
 from moonserve.sim.call import Call
 from moonserve.sim.cpp import Relay
@@ -73,6 +73,10 @@ class Served(msgspec.Struct, eq=False):
     """How long the passes took that prefilled it."""
     decode_us: Micros | None = None
     """When its last decode call went out."""
+    handover_call_us: Micros = 0
+    """How long that call and its first token were on their ways."""
+    handover_load_us: Micros = 0
+    """How long its KV took to come, once it had a place."""
     flow: Flow | None = None
     relay: Relay | None = None
     """The group of its last prefill, if a group does it."""
@@ -109,6 +113,21 @@ class Served(msgspec.Struct, eq=False):
             handover_us=between(self.decode_us, first_us),
             decode_us=between(first_us, self.ended_us),
             total_us=between(self.arrived_us, self.ended_us),
+            entry=self._entry(first_us),
+        )
+
+    def _entry(self, first_us: Micros | None) -> DecodeTimes | None:
+        """None: its last decode call gave no token, or was not its first."""
+        began_us = self.calls[0][1].began_us if len(self.calls) == 1 else None
+        handover_us = between(self.decode_us, first_us)
+        compute_us = between(began_us, first_us)
+        if handover_us is None or compute_us is None:
+            return None
+        known_us = self.handover_call_us + self.handover_load_us + compute_us
+        return DecodeTimes(
+            queue_us=handover_us - known_us,
+            load_us=self.handover_load_us,
+            compute_us=compute_us,
         )
 
     def _parts(self, prefill_us: Micros) -> PrefillTimes | None:

@@ -43,7 +43,8 @@ class GroupPart(msgspec.Struct, frozen=True):
 
 class Stages(msgspec.Struct, frozen=True):
     """How long each stage took; see record.StageTimes and record.PrefillTimes, whose parts of
-    `prefill_ms` are `queue_ms`, `load_ms`, `compute_ms` and `publish_ms`."""
+    `prefill_ms` are `queue_ms`, `load_ms`, `compute_ms` and `publish_ms`. Those of `handover_ms` in
+    record.DecodeTimes are `decode_queue_ms`, `decode_load_ms` and `decode_first_ms`."""
 
     waited_ms: float | None
     queue_ms: float | None
@@ -54,6 +55,9 @@ class Stages(msgspec.Struct, frozen=True):
     handover_ms: float | None
     decode_ms: float | None
     total_ms: float | None
+    decode_queue_ms: float | None = None
+    decode_load_ms: float | None = None
+    decode_first_ms: float | None = None
 
     @property
     def call_ms(self) -> float | None:
@@ -63,6 +67,16 @@ class Stages(msgspec.Struct, frozen=True):
         if self.prefill_ms is None or len(known) < len(parts):
             return None
         return self.prefill_ms - sum(known)
+
+    @property
+    def decode_call_ms(self) -> float | None:
+        """How long the decode call and its first token were on their ways; None: its instance
+        reported no parts."""
+        parts = (self.decode_queue_ms, self.decode_load_ms, self.decode_first_ms)
+        known = [part for part in parts if part is not None]
+        if self.handover_ms is None or len(known) < len(parts):
+            return None
+        return self.handover_ms - sum(known)
 
 
 class Explanation(msgspec.Struct, kw_only=True):

@@ -429,9 +429,11 @@ class ClusterHistory:
             pair = self.pairs[prefill, decode] = Pair()
         pair.requests += 1
         pair.failed += record.outcome == "failed" or record.attempts > 1
-        if record.measured.handover_us:
+        measured = record.measured
+        if measured.handover_us:
+            waited_us = 0 if measured.decode is None else measured.decode.queue_us
             pair.moved_bytes += record.prompt_tokens * token_bytes
-            pair.took_us += record.measured.handover_us
+            pair.took_us += measured.handover_us - waited_us
 
     def happened(self, *events: LaneEvent) -> None:
         """Something happened to the cluster."""

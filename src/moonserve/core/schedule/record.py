@@ -33,6 +33,17 @@ class PrefillTimes(msgspec.Struct, frozen=True):
     """From its last pass until all its KV was in the pool."""
 
 
+class DecodeTimes(msgspec.Struct, frozen=True):
+    """How a worker spent a decode call until its first token. External engines do not report it."""
+
+    queue_us: Micros
+    """It waited for blocks, for a place in the batch, and for the pass that it found."""
+    load_us: Micros
+    """Its KV came from the pool."""
+    compute_us: Micros
+    """The pass that gave the token."""
+
+
 class Measured(msgspec.Struct, frozen=True):
     """What the driver of a request measured: counts, and lengths of time, which need no clock that
     two hosts share."""
@@ -47,13 +58,16 @@ class Measured(msgspec.Struct, frozen=True):
     """From its last decode call to the first token of that call; None: there was none."""
     prefill: PrefillTimes | None = None
     """Of its last prefill call that gave a token."""
+    decode: DecodeTimes | None = None
+    """Of its last decode call."""
 
 
 class StageTimes(msgspec.Struct, frozen=True):
     """How long each stage of a request took. None: it had no such stage, or nobody measured it.
 
-    The stages follow each other; the four of `PrefillTimes` are parts of `prefill_us`. Of a request
-    that was placed several times they are those of its last calls.
+    The stages follow each other. The four of `PrefillTimes` are parts of `prefill_us`, the three of
+    `DecodeTimes` of `handover_us`. Of a request that was placed several times they are those of its
+    last calls.
     """
 
     waited_us: Micros | None
@@ -67,6 +81,8 @@ class StageTimes(msgspec.Struct, frozen=True):
     """From then to the last token."""
     total_us: Micros | None
     """From the arrival to the end."""
+    entry: DecodeTimes | None = None
+    """The parts of the hand-over that a worker of ours reports."""
 
 
 class Record(msgspec.Struct, eq=False):
@@ -153,6 +169,7 @@ class Record(msgspec.Struct, eq=False):
             handover_us=measured.handover_us,
             decode_us=between(decode_began_us, ended_us),
             total_us=between(self.arrived_us, ended_us),
+            entry=measured.decode,
         )
 
 

@@ -90,7 +90,7 @@ def listed(record: Record, clock_ms: Callable[[Micros], int]) -> ListedRequest:
 
 def in_ms(times: StageTimes) -> Stages:
     """The stages of a request in milliseconds."""
-    parts = times.parts
+    parts, entry = times.parts, times.entry
     return Stages(
         waited_ms=_ms(times.waited_us),
         queue_ms=None if parts is None else _ms(parts.queue_us),
@@ -101,6 +101,9 @@ def in_ms(times: StageTimes) -> Stages:
         handover_ms=_ms(times.handover_us),
         decode_ms=_ms(times.decode_us),
         total_ms=_ms(times.total_us),
+        decode_queue_ms=None if entry is None else _ms(entry.queue_us),
+        decode_load_ms=None if entry is None else _ms(entry.load_us),
+        decode_first_ms=None if entry is None else _ms(entry.compute_us),
     )
 
 

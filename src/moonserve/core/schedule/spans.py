@@ -14,7 +14,7 @@ from typing import TypeAlias
 import msgspec
 
 from moonserve.core.schedule.actions import Decision
-from moonserve.core.schedule.record import PrefillTimes, Record
+from moonserve.core.schedule.record import DecodeTimes, PrefillTimes, Record
 from moonserve.core.units import MICROS_PER_SECOND, Micros
 
 Attribute: TypeAlias = str | bool | int | float | tuple[str, ...]
@@ -137,11 +137,10 @@ def _prefill(record: Record, ended_us: Micros) -> Iterator[StageSpan]:
     yield StageSpan("prefill", began_us, until_us, _known(about), tuple(parts))
 
 
-def _parts(times: PrefillTimes, began_us: Micros) -> Iterator[StageSpan]:
-    for name in ("queue", "load", "compute", "publish"):
-        took_us: Micros = getattr(times, f"{name}_us")
+def _parts(times: PrefillTimes | DecodeTimes, began_us: Micros) -> Iterator[StageSpan]:
+    for field, took_us in msgspec.structs.asdict(times).items():
         if took_us:
-            yield StageSpan(name, began_us, began_us + took_us)
+            yield StageSpan(field.removesuffix("_us"), began_us, began_us + took_us)
         began_us += took_us
 
 
@@ -156,7 +155,9 @@ def _transfer(record: Record, ended_us: Micros) -> Iterator[StageSpan]:
         "moonserve.instance": decision.decode,
         "moonserve.connector": decision.connector,
     }
-    yield StageSpan("transfer", began_us, min(until_us, ended_us), about)
+    entry = record.measured.decode
+    parts = () if entry is None or took_us is None else _parts(entry, began_us)
+    yield StageSpan("transfer", began_us, min(until_us, ended_us), about, tuple(parts))
 
 
 def _decode(record: Record, ended_us: Micros) -> Iterator[StageSpan]:

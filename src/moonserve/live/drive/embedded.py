@@ -20,7 +20,7 @@ from moonserve.core.kv.keys import KeyChain, Namespace
 from moonserve.core.request import Request
 from moonserve.core.schedule.actions import Decode, Prefill
 from moonserve.core.schedule.facts import InstanceInfo
-from moonserve.core.schedule.record import PrefillTimes
+from moonserve.core.schedule.record import DecodeTimes, PrefillTimes
 from moonserve.core.units import BlockKey, InstanceId, LeaseId, Tokens, lease_of
 from moonserve.live.drive.connectors import embedded
 from moonserve.live.drive.gather_group import gather_group
@@ -87,6 +87,7 @@ class _TokenReply:
         self.cached: Tokens | None = None
         self.finish: str | None = None
         self.prefill: PrefillTimes | None = None
+        self.decode: DecodeTimes | None = None
 
     @property
     def done(self) -> bool:
@@ -149,6 +150,7 @@ class TokenCalls:
         prompt = self._known[: len(self._known) - self._repeated]
         params = embedded.decode_params(self._params)
         body = completion_body(self._request, prompt, self._left() + self._repeated, True, params)
+        self.reply.decode = None
         self._decoder = action.to.id
         self._decoding = self._wire.decode(action.to, self._request, body)
         return await self._next()
@@ -209,6 +211,8 @@ class TokenCalls:
         """Account for a piece of decode's reply. None: it has no token that the client lacks."""
         skip = min(self._repeated, len(piece.token_ids))
         self._repeated -= skip
+        if piece.times is not None:
+            self.reply.decode = piece.times
         fresh = piece.token_ids[skip:]
         self._add(fresh)
         self.reply.finish = piece.finish_reason

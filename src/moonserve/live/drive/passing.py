@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 import msgspec
 
-from moonserve.core.schedule.record import PrefillTimes
+from moonserve.core.schedule.record import DecodeTimes, PrefillTimes
 from moonserve.core.units import Tokens
 from moonserve.live.openai import usage
 from moonserve.live.openai.external import GENERATING
@@ -37,6 +37,8 @@ class Passing:
 
     prefill: PrefillTimes | None = None
     """External engines do not report how they spend a prefill's time."""
+    decode: DecodeTimes | None = None
+    """Nor that of a decode."""
 
     def __init__(self, cached: Tokens | None = None, elsewhere: bool = False) -> None:
         self.counted = usage.SeenUsage()

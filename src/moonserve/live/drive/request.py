@@ -33,7 +33,7 @@ from moonserve.core.schedule.facts import (
     PrefillEnded,
     StageEnded,
 )
-from moonserve.core.schedule.record import Measured, PrefillTimes
+from moonserve.core.schedule.record import DecodeTimes, Measured, PrefillTimes
 from moonserve.core.units import (
     MICROS_PER_SECOND,
     BlockKey,
@@ -75,6 +75,10 @@ class ReplyState(Protocol):
     @property
     def prefill(self) -> PrefillTimes | None:
         """How the worker spent the last prefill's time; None: it has not reported it."""
+
+    @property
+    def decode(self) -> DecodeTimes | None:
+        """How the worker spent the time before the last decode; None: it has not reported it."""
 
 
 class Life(Protocol):
@@ -244,6 +248,7 @@ class RequestDriver(Generic[PieceT]):
             tbt_us=seconds_to_us((self._last_s - self._first_s) / gaps) if gaps > 0 else None,
             handover_us=self._handover_us,
             prefill=reply.prefill,
+            decode=reply.decode,
         )
 
     # What a call reports: see Life.

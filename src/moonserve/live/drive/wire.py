@@ -14,7 +14,7 @@ import msgspec
 from moonserve.core.errors import UNREADABLE
 from moonserve.core.request import Request
 from moonserve.core.schedule.facts import InstanceInfo
-from moonserve.core.schedule.record import PrefillTimes
+from moonserve.core.schedule.record import DecodeTimes, PrefillTimes
 from moonserve.core.units import BlockKey, LeaseId, Tokens, whole_number
 from moonserve.live.drive.lost import CallLost, logged
 from moonserve.live.http.auth import bearer
@@ -38,6 +38,8 @@ class Decoded(msgspec.Struct, frozen=True):
 
     token_ids: tuple[int, ...]
     finish_reason: str | None
+    times: DecodeTimes | None = None
+    """With the first token that this call has made, if the worker reports it."""
 
 
 _encoder = msgspec.json.Encoder()
@@ -158,7 +160,8 @@ class WireClient:
                 parsed = _parse(to, data)
                 choice = parsed.choices[0]
                 if choice.token_ids or choice.finish_reason:
-                    yield Decoded(tuple(choice.token_ids or ()), choice.finish_reason)
+                    ids = tuple(choice.token_ids or ())
+                    yield Decoded(ids, choice.finish_reason, parsed.decode_times)
             while await reply.take() is not None:
                 pass  # so that the connection can be used again
 

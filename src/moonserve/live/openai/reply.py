@@ -13,7 +13,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from moonserve.core.errors import MoonserveError
-from moonserve.core.schedule.record import PrefillTimes
+from moonserve.core.schedule.record import DecodeTimes, PrefillTimes
 from moonserve.core.units import Tokens
 from moonserve.live.http.message import error_reply
 from moonserve.live.openai.request import PATHS, Form
@@ -104,6 +104,8 @@ class Reply(msgspec.Struct):
     """vLLM's extension: what a decode instance needs to fetch the KV."""
     prefill_times: PrefillTimes | UnsetType = UNSET
     """Of our workers: how a prefill that leaves its KV for a decode spent its time."""
+    decode_times: DecodeTimes | UnsetType = UNSET
+    """Of our workers, with the first token of a decode that takes KV: how it spent its time."""
 
 
 _OBJECTS: dict[tuple[Form, bool], str] = {
@@ -210,6 +212,7 @@ class ReadReply(msgspec.Struct):
     usage: ReadUsage | None = None
     kv_transfer_params: msgspec.Raw = msgspec.Raw(b"null")
     prefill_times: PrefillTimes | None = None
+    decode_times: DecodeTimes | None = None
     error: Any = None
 
     def cached_tokens(self) -> Tokens | None:

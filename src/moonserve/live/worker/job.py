@@ -10,11 +10,12 @@ from collections.abc import Sequence
 from typing import Annotated, Literal, TypeAlias
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from moonserve.core.errors import MoonserveError
 from moonserve.core.kv.keys import chain_keys, tail_key
 from moonserve.core.request import Finish, Sampling, Stopping
-from moonserve.core.schedule.record import PrefillTimes
+from moonserve.core.schedule.record import DecodeTimes, PrefillTimes
 from moonserve.core.shares import Party
 from moonserve.core.units import BlockKey, LeaseId, Micros, RequestId, SegmentId, Tokens
 
@@ -74,6 +75,8 @@ class Piece(msgspec.Struct, frozen=True):
     """Prompt tokens whose KV came from the store; the same on every piece."""
     times: PrefillTimes | None = None
     """On the last piece of a prefill that leaves its KV in the store."""
+    entry: DecodeTimes | UnsetType = UNSET
+    """On the first token that a decode which takes KV has made itself."""
 
 
 class PromptKeys(msgspec.Struct, frozen=True):
@@ -168,7 +171,7 @@ class ActiveJob:
     __slots__ = (
         "admitted_us", "arrived_us", "blocks", "cached", "computed_us", "ended", "entered_us",
         "grown", "job", "keys", "last_us", "loading", "made", "passed_us", "pieces", "prefetch",
-        "published", "wanted",
+        "published", "timed", "wanted",
     )  # fmt: skip
 
     def __init__(
@@ -202,9 +205,12 @@ class ActiveJob:
         self.entered_us = now_us
         """When it had its KV, and entered the batch."""
         self.computed_us: Micros = 0
-        """How long the passes took that computed its prompt."""
+        """How long the passes took while `timed`."""
         self.passed_us = now_us
         """When the last of them ended."""
+        self.timed = job.send_kv or job.take_kv
+        """Whether its passes are timed: those of a prefill, and of a decode until its first
+        token."""
         self.last_us: Micros | None = None
         """When its last piece came."""
         self.pieces: asyncio.Queue[Piece | MoonserveError] = asyncio.Queue()
@@ -225,4 +231,14 @@ class ActiveJob:
             load_us=load_us,
             compute_us=self.computed_us,
             publish_us=now_us - self.passed_us,
+        )
+
+    def entry(self) -> DecodeTimes:
+        """How this decode spent its time until its first token, which the last pass gave."""
+        load_us = self.entered_us - self.admitted_us
+        until_passed_us = self.passed_us - self.arrived_us
+        return DecodeTimes(
+            queue_us=max(0, until_passed_us - load_us - self.computed_us),
+            load_us=load_us,
+            compute_us=self.computed_us,
         )

@@ -228,7 +228,7 @@ class Runner:
                     self._kv.publish(active, chunk, result.sampled.get(chunk.request))
         for progress in self._batch.apply(work, result):
             active = self._active[progress.request]
-            if active.job.send_kv:
+            if active.timed:
                 active.computed_us += result.elapsed_us
                 active.passed_us = self._bench.clock.now_us()
             self._deliver(active, progress)
@@ -243,6 +243,9 @@ class Runner:
             return
         active.made.append(progress.token)
         piece = Piece(progress.token, progress.finish, active.cached)
+        if active.timed and not job.send_kv:
+            active.timed = False
+            piece = msgspec.structs.replace(piece, entry=active.entry())
         goes_on = progress.finish is not None and progress.finish.reason == "length"
         if goes_on and job.send_kv and self._kv is not None:
             self._bench.spawn(self._kv.hand_over(active, piece), vital=True)

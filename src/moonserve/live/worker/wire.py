@@ -11,11 +11,11 @@ from collections.abc import Callable, Sequence
 from typing import Annotated, Any, TypeVar
 
 import msgspec
-from msgspec import UNSET
+from msgspec import UNSET, UnsetType
 
 from moonserve.core.errors import UNREADABLE, BadRequest, ModelNotFound
 from moonserve.core.schedule.facts import InstanceInfo
-from moonserve.core.schedule.record import PrefillTimes
+from moonserve.core.schedule.record import DecodeTimes, PrefillTimes
 from moonserve.core.shares import Party
 from moonserve.core.units import LeaseId, RequestId, SegmentId, Tokens
 from moonserve.live.openai.reply import DONE, Choice, Reply, Usage, event
@@ -90,6 +90,8 @@ class CompletionDelta(msgspec.Struct, frozen=True):
     stop_reason: int | str | None
     cached_tokens: Tokens
     times: PrefillTimes | None = None
+    """See Piece."""
+    entry: DecodeTimes | UnsetType = UNSET
     """See Piece."""
 
 
@@ -214,7 +216,7 @@ def delta_of(piece: Piece, text: TextStream | None) -> CompletionDelta:
             added = text.end(ids)
         if text.met is not None:
             reason, stop = "stop", text.met
-    return CompletionDelta(added, ids, reason, stop, piece.cached_tokens, piece.times)
+    return CompletionDelta(added, ids, reason, stop, piece.cached_tokens, piece.times, piece.entry)
 
 
 def hand_over_params(info: InstanceInfo, job: Job, last: CompletionDelta) -> dict[str, Any] | None:
@@ -257,6 +259,7 @@ class Shaper:
         if self._sent:
             self._choice.prompt_token_ids = None
         self._fill([delta])
+        self._head.decode_times = delta.entry
         self._sent += len(delta.token_ids)
         if hand_over is not None:
             self._head.kv_transfer_params = hand_over
