@@ -138,9 +138,11 @@ def recorded(one: Served, of: RecordedCluster) -> RecordedRequest:
 
 
 def hidden(row: RecordedRequest) -> RecordedRequest:
-    """The same, of an engine that does not report the parts of a prefill."""
+    """The same, of an engine that does not report the parts of its calls."""
     assert row.stages is not None
-    parts = dict.fromkeys(("queue_ms", "load_ms", "compute_ms", "publish_ms"))
+    names = ("queue_ms", "load_ms", "compute_ms", "publish_ms")
+    handover = ("decode_queue_ms", "decode_load_ms", "decode_first_ms")
+    parts = dict.fromkeys((*names, *handover))
     row.stages = msgspec.structs.replace(row.stages, **parts)
     return row
 
@@ -187,7 +189,7 @@ def test_a_wait_for_a_place_in_decode_is_no_cost() -> None:
     """If decode has more requests than places, all wait there for long, and its call costs what it
     costs; so with another decode instance the simulated wait is gone."""
     of = cluster()
-    trace = synthesize(7, 300, 1.0, msgspec.structs.replace(SHAPE, output_tokens=100), BLOCK)
+    trace = synthesize(7, 150, 1.0, msgspec.structs.replace(SHAPE, output_tokens=100), BLOCK)
     before = run(of, TRUTH, trace)
     rows = [recorded(one, of) for one in before]
     queues_ms = [row.stages.decode_queue_ms or 0.0 for row in rows if row.stages is not None]
@@ -206,7 +208,7 @@ def test_a_wait_for_a_place_in_decode_is_no_cost() -> None:
 def test_recordings_that_lack_the_parts_of_a_handover_are_read() -> None:
     """Those of earlier versions: the hand-over as a whole is fitted then, and comes again."""
     of = cluster()
-    trace = synthesize(7, 300, 0.8, SHAPE, BLOCK)
+    trace = synthesize(7, 100, 0.8, SHAPE, BLOCK)
     rows = [recorded(one, of) for one in run(of, TRUTH, trace)]
     for it in rows:
         stages = msgspec.json.decode(msgspec.json.encode(it.stages))

@@ -19,9 +19,10 @@ from moonserve.core.schedule.advice import (
     mismatches,
 )
 from moonserve.core.schedule.profiles import PROFILES
-from moonserve.core.schedule.recorded import RecordedRequest
+from moonserve.core.schedule.recorded import RecordedRequest, cluster_of
 from moonserve.core.schedule.tuning import Tuning
 from moonserve.sim.cluster import Simulation
+from moonserve.sim.fitted import fit_profile
 from moonserve.sim.setup import Setup
 from moonserve.sim.trace import Row, Trace
 from moonserve.sim.twin import Twin, happened, has_objectives, judged
@@ -114,8 +115,11 @@ class Cluster:
         self.judged_s = 0.0
         """The middle of the time whose requests the last round judged."""
 
-    def look(self, at_s: float, every_s: float, most: int = 3_000) -> TwinFinding | None:
-        """A round of the twin at that time; None: no request can be judged yet."""
+    def look(
+        self, at_s: float, every_s: float, most: int = 3_000, fits: bool = False
+    ) -> TwinFinding | None:
+        """A round of the twin at that time; None: no request can be judged yet. fits: whether it
+        fits the costs, as the command does, or knows them."""
         now_ms = START_MS + round(1_000 * at_s)
         over = [it for end_ms, it in self.ends if end_ms <= now_ms][-most:]
         output = sum(it.output_length for it in over) // max(1, len(over))
@@ -129,7 +133,13 @@ class Cluster:
         was = happened(window)
         if was.requests < 20:
             return None
-        twin = Twin(window, self.setup, lambda: False)
+        known = self.setup
+        if fits:
+            cluster = cluster_of(known.instances(512), known.tuning)
+            assert cluster is not None
+            costs = fit_profile("recorded requests", cluster, over)
+            known = msgspec.structs.replace(known, profile=costs)
+        twin = Twin(window, known, lambda: False)
         now = ClusterShape(self.setup.prefill, self.setup.decode, 0, self.setup.tuning.policy)
         question = TwinQuestion(now, was, self.setup.tuning.slo, 0.99, (), twin.needs())
         return advise(question, twin.simulate)
@@ -152,6 +162,19 @@ def setup(prefill: int, decode: int, slo: Slo) -> Setup:
     """A cluster of h800 instances that refuses what would have its first token late."""
     tuning = Tuning(slo=slo, admission="ttft")
     return Setup(prefill, decode, profile=PROFILES["h800"], tuning=tuning, goal=slo)
+
+
+def test_a_twin_with_fitted_costs_sees_that_places_in_decode_are_few() -> None:
+    """Requests that wait for a place in decode have no costly calls: the twin matches, and says
+    that decode binds."""
+    slo = Slo(4_000_000, 25_000)
+    few = setup(1, 1, slo)
+    few = msgspec.structs.replace(few, decode_seqs=16, tuning=Tuning(slo=slo, admission="none"))
+    it = Cluster(few, lambda at_s: (6.0, 500, 300), 40.0)
+    found = it.look(40.0, 20.0, fits=True)
+    assert found is not None
+    assert found.wanted is not None, found.text
+    assert found.binds == "decode", found.text
 
 
 def served_in_time(shape: ClusterShape, load: Callable[[float], Load], slo: Slo) -> float:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from moonserve.core.request import Slo
-from moonserve.core.schedule.explain import Stages
 from moonserve.core.schedule.recorded import RecordedRequest
+from moonserve.core.schedule.shown import in_ms
 from moonserve.sim.cluster import Simulation
 from moonserve.sim.metrics import gaps_ms
 from moonserve.sim.served import Served
@@ -50,9 +50,16 @@ def _recorded(served: Served, block_size: int, slo: Slo) -> RecordedRequest:
         goal is None or had is None or had <= goal
         for goal, had in zip(goals_ms, (ttft_ms, tbt_ms), strict=True)
     )
+    decision, arrived_ms = served.decision, START_MS + served.arrived_us // 1_000
     return row(
         served.id,
-        START_MS + served.arrived_us // 1_000,
+        arrived_ms,
+        arrived_ms=arrived_ms,
+        prefill=None if decision is None else decision.prefill,
+        decode=None if decision is None else decision.decode,
+        prompt_tokens=served.row.input_tokens,
+        output_tokens=served.row.output_tokens,
+        actual_cached_tokens=served.cached,
         outcome="refused" if refused else "length",
         input_length=served.row.input_tokens,
         output_length=served.row.output_tokens,
@@ -63,6 +70,6 @@ def _recorded(served: Served, block_size: int, slo: Slo) -> RecordedRequest:
         actual_tbt_ms=tbt_ms,
         ttft_slo_ms=goals_ms[0],
         tbt_slo_ms=goals_ms[1],
-        stages=Stages(*[None] * 8, total_ms=((served.ended_us or 0) - served.arrived_us) / 1e3),
-        pool_tokens=0 if served.decision is None else served.decision.pool_tokens,
+        stages=in_ms(served.stages()),
+        pool_tokens=0 if decision is None else decision.pool_tokens,
     )

@@ -203,7 +203,15 @@ function waterfall(told) {
   } else {
     row("prefill", "c1", stages.prefill_ms, best ? best.queue_ms + best.transfer_ms + best.compute_ms : null);
   }
-  row("hand-over", "c3", stages.handover_ms, null);
+  if (missing(stages.decode_first_ms)) {
+    row("hand-over", "c3", stages.handover_ms, null);
+  } else {
+    row("decode queue", "c4", stages.decode_queue_ms, null);
+    row("hand over KV", "c3", stages.decode_load_ms, null);
+    row("first decode", "c2", stages.decode_first_ms, null);
+    const rest = stages.handover_ms - stages.decode_queue_ms - stages.decode_load_ms - stages.decode_first_ms;
+    if (rest > 0.5) row("call, rest", "quiet", rest, null);
+  }
   const gaps = Math.max(0, (told.output_tokens ?? 0) - 1);
   row("decode", "c2", stages.decode_ms, gaps && told.predicted_tbt_ms !== null ? gaps * told.predicted_tbt_ms : null);
   return {

@@ -5,7 +5,7 @@ The CLI calls it with what the gateway or the simulator returns of a request.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from moonserve.core.schedule.explain import CandidateRow, Explanation, Stages
 from moonserve.show.table import table
@@ -56,24 +56,33 @@ def _took(stages: Stages) -> Iterator[str]:
     if stages.total_ms is None:
         return
     parts = {
-        "queue": stages.queue_ms,
-        "load": stages.load_ms,
-        "compute": stages.compute_ms,
-        "publish": stages.publish_ms,
+        "prefill": {
+            "queue": stages.queue_ms,
+            "load": stages.load_ms,
+            "compute": stages.compute_ms,
+            "publish": stages.publish_ms,
+        },
+        "hand-over": {
+            "queue": stages.decode_queue_ms,
+            "load": stages.decode_load_ms,
+            "first token": stages.decode_first_ms,
+        },
     }
-    inside = ", ".join(f"{name} {ms:,.1f}" for name, ms in parts.items() if ms is not None)
     took = {
         "waited": stages.waited_ms,
         "prefill": stages.prefill_ms,
         "hand-over": stages.handover_ms,
         "decode": stages.decode_ms,
     }
-    steps = [
-        f"{name} {ms:,.1f}" + (f" ({inside})" if name == "prefill" and inside else "")
-        for name, ms in took.items()
-        if ms is not None
-    ]
+    steps = []
+    for name, ms in _measured(took):
+        inside = ", ".join(f"{part} {of:,.1f}" for part, of in _measured(parts.get(name, {})))
+        steps.append(f"{name} {ms:,.1f}" + (f" ({inside})" if inside else ""))
     yield f"took {stages.total_ms:,.1f} ms: {', '.join(steps)}"
+
+
+def _measured(stages: Mapping[str, float | None]) -> Iterator[tuple[str, float]]:
+    return ((name, ms) for name, ms in stages.items() if ms is not None)
 
 
 def _attempts(told: Explanation) -> str:

@@ -7,7 +7,7 @@ Conductor's clock; where a stage was not measured, there is no bar.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -106,8 +106,7 @@ def _bars(it: Explanation) -> Iterator[_Bar]:
     if it.prefill is None or stages.prefill_ms is None:
         return
     began_us += waited_us
-    parts = (stages.queue_ms, stages.load_ms, stages.compute_ms, stages.publish_ms)
-    within = tuple((name, _us(ms)) for name, ms in zip(_WITHIN, parts, strict=True) if ms)
+    within = _parts((stages.queue_ms, stages.load_ms, stages.compute_ms, stages.publish_ms))
     chosen = it.candidates[0] if it.candidates else None
     yield _Bar(
         it.prefill,
@@ -121,11 +120,18 @@ def _bars(it: Explanation) -> Iterator[_Bar]:
     place = it.decode or it.prefill
     if stages.handover_ms is not None:
         took_us = _us(stages.handover_ms)
-        yield _Bar(place, f"{it.request}: hand-over", began_us, took_us, about)
+        parts = (stages.decode_queue_ms, stages.decode_load_ms, stages.decode_first_ms)
+        within = _parts(parts)
+        yield _Bar(place, f"{it.request}: hand-over", began_us, took_us, about, within)
         began_us += took_us
     if stages.decode_ms is not None:
         more = {"tbt_ms": it.actual_tbt_ms, "predicted_tbt_ms": it.predicted_tbt_ms}
         yield _Bar(place, f"{it.request}: decode", began_us, _us(stages.decode_ms), about | more)
+
+
+def _parts(parts_ms: Sequence[float | None]) -> tuple[tuple[str, float], ...]:
+    """Those that took time; a hand-over publishes nothing."""
+    return tuple((name, _us(ms)) for name, ms in zip(_WITHIN, parts_ms, strict=False) if ms)
 
 
 def _waits(it: Explanation) -> str:
