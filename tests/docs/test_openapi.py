@@ -16,7 +16,7 @@ from moonserve.live.control import control
 from moonserve.live.control.config import GatewayConfig
 from moonserve.live.http.client import ClientResponse, HttpClient
 from moonserve.live.http.server import App
-from moonserve.live.openai import external, request
+from moonserve.live.openai import external, messages, request, responses
 from moonserve.live.process import gateway
 from moonserve.live.process.fronts import ConductorProcess, FrontProcess
 from moonserve.live.process.gateway import Gateway
@@ -30,7 +30,16 @@ WRONG: Any = [[{}]]
 """No field of a body that has a type takes it."""
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
 COMPLETION = {"model": "m", "prompt": "hi"}
-BASES: dict[str, dict[str, Any]] = {"/v1/chat/completions": CHAT, "/v1/completions": COMPLETION}
+MESSAGES = {**CHAT, "max_tokens": 1}
+BASES: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": CHAT,
+    "/v1/completions": COMPLETION,
+    "/v1/responses": {"model": "m", "input": "hi"},
+    "/v1/messages": MESSAGES,
+    "/v1/messages/count_tokens": CHAT,
+    "/tokenize": COMPLETION,
+    "/detokenize": {"model": "m", "tokens": [1]},
+}
 KINDS = ("workers", "engines", "conductor", "registry", "front")
 
 
@@ -193,11 +202,22 @@ def properties(schema: dict[str, Any], document: Document) -> dict[str, Any]:
 def test_bodies_are_described_whole() -> None:
     """What the parsers decode for clients is what is described, in both kinds of gateways."""
     for form, parsed in (("chat", request._ChatBody), ("completion", request._CompletionBody)):
-        shape = request.body_shape(form)  # type: ignore[arg-type]
+        shape = request.generation_shape(form)  # type: ignore[arg-type]
         described = {*shape.struct.__struct_fields__, *shape.harmless}
         assert described == {*parsed.__struct_fields__}
         passed = external.body_shape(form)  # type: ignore[arg-type]
         assert {*external._RESERVED} < {*passed.hidden} < {*passed.struct.__struct_fields__}
+
+
+def test_bodies_of_responses_and_messages_are_described_whole() -> None:
+    """What the parsers decode is what is described."""
+    for shape, parsed in (
+        (responses.SHAPE, responses._ResponseBody),
+        (messages.SHAPE, messages._MessagesBody),
+        (messages.COUNT_SHAPE, messages._CountBody),
+    ):
+        described = {*shape.struct.__struct_fields__, *shape.harmless}
+        assert described == {*parsed.__struct_fields__}
 
 
 def test_parameters_have_the_types_that_their_parsers_take(monkeypatch: pytest.MonkeyPatch) -> None:

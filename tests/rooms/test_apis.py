@@ -1,4 +1,4 @@
-"""Responses, Messages, embeddings, reranking and tokenizers before external engines.
+"""Responses, Messages, embeddings, reranking, scores and tokenizers before external engines.
 
 Over real sockets, with tests.support.fake_vllm. Every test ends with a ledger of zeros.
 """
@@ -224,12 +224,16 @@ def test_embeddings_and_documents_are_one_call_to_an_engine() -> None:
         ask = {"query": "sea night", "documents": documents}
         ranked = parsed(await site.send("/v1/rerank", ask))
         assert [it["index"] for it in ranked["results"]] == [1, 0]
+        pair = {"text_1": "sea", "text_2": ["a cat", "the sea"]}
+        scored = parsed(await site.send("/score", pair))
+        assert [it["score"] for it in scored["data"]] == [0, 0.5]
         assert site.engines["a"].calls[0].body == {"model": "m", **body}
         await site.settled()
         record = record_of(site.conductor, "r-1")
         assert (record.outcome, record.measured.tokens) == ("done", 0)
         assert site.front.metrics.completion_tokens == 0
-        assert site.front.metrics.prompt_tokens == 196 + len("sea night" + "".join(documents))
+        others = "sea night" + "".join(documents) + "sea" + "a cat" + "the sea"
+        assert site.front.metrics.prompt_tokens == 196 + len(others)
 
     run(use, *ONE)
 
@@ -255,6 +259,9 @@ def test_tokens_are_made_by_any_engine() -> None:
         assert chat["count"] > len(LONG)
         text = parsed(await site.send("/detokenize", {"tokens": made["tokens"]}))
         assert text == {"prompt": "sea"}
+        asked = {"system": "Be kind.", "messages": [USER]}
+        counted = parsed(await site.send("/v1/messages/count_tokens", asked))
+        assert counted == {"input_tokens": len(PROMPT)}
         await site.engines["p"].stop()
         for _ in range(8):
             assert parsed(await site.send("/tokenize", {"prompt": "sea"}))["count"] == 3
@@ -296,6 +303,8 @@ def test_a_list_of_prompts_is_one_request() -> None:
         ("/v1/embeddings", {}, "input"),
         ("/v1/embeddings", {"input": 1}, "input"),
         ("/v1/rerank", {"query": "a"}, "documents"),
+        ("/score", {"text_1": "a"}, "text_2"),
+        ("/v1/messages/count_tokens", {"messages": "a"}, "messages"),
         ("/tokenize", {}, "prompt"),
         ("/detokenize", {"tokens": "a"}, "tokens"),
     ],
@@ -309,7 +318,8 @@ def test_a_wrong_body_is_refused_by_its_field(path: str, body: dict[str, Any], p
         error = fault(reply)
         assert (error["type"], error["param"]) == ("invalid_request_error", param)
         assert error["message"].startswith(param)
-        assert (msgspec.json.decode(reply.body).get("type") == "error") == (path == MESSAGES)
+        is_anthropics = path.startswith(MESSAGES)
+        assert (msgspec.json.decode(reply.body).get("type") == "error") == is_anthropics
         assert not site.calls
 
     run(use, *ONE)

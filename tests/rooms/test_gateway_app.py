@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
 import pytest
@@ -15,13 +15,10 @@ from hypothesis import strategies as st
 from moonserve.core.errors import DeadlineExceeded, EngineFailed, NobodyAlive, Overloaded
 from moonserve.core.request import Sampling, Slo, Stopping
 from moonserve.core.units import seconds_to_us
-from moonserve.live.api.front import Front
 from moonserve.live.api.limiter import Limits, network
-from moonserve.live.api.own_text import OwnText
-from moonserve.live.http.client import ClientResponse, HttpClient, sse_events
-from moonserve.live.http.server import App, Server, serve
 from moonserve.live.ports import Output
-from tests.support.serving import ByteText, FakeServing, say
+from tests.support.gateway_rig import Rig, run
+from tests.support.serving import ByteText, say
 
 CHAT = "/v1/chat/completions"
 TEXT = "/v1/completions"
@@ -30,72 +27,6 @@ ONCE: dict[str, Any] = {"model": "m", "prompt": "once"}
 
 
 _Sent: TypeAlias = tuple[asyncio.StreamReader, asyncio.StreamWriter]
-
-
-class Rig:
-    """A gateway on a socket, and a client for it."""
-
-    def __init__(
-        self, serving: FakeServing, backend: OwnText, gateway: Front, server: Server
-    ) -> None:
-        self.serving = serving
-        self.backend = backend
-        self.gateway = gateway
-        self.server = server
-        self.url = f"http://127.0.0.1:{server.port}"
-        self.client = HttpClient()
-
-    async def post(self, path: str, body: Any, **headers: str) -> ClientResponse:
-        """Send JSON (bytes go as they are); underscores in header names become dashes."""
-        data = body if isinstance(body, bytes) else json.dumps(body).encode()
-        sent = {name.replace("_", "-"): value for name, value in headers.items()}
-        return await self.client.request(
-            "POST", self.url + path, headers=sent, body=data, timeout_s=5
-        )
-
-    async def get(self, path: str) -> ClientResponse:
-        """GET."""
-        return await self.client.request("GET", self.url + path, timeout_s=5)
-
-    async def events(self, path: str, body: Any) -> list[Any]:
-        """The events of a stream, [DONE] included."""
-        data = json.dumps({**body, "stream": True}).encode()
-        async with self.client.stream(
-            "POST", self.url + path, body=data, timeout_s=5, idle_timeout_s=5
-        ) as reply:
-            raw = await reply.read()
-        assert reply.status == 200, raw
-
-        async def whole() -> Any:
-            yield raw.replace(b"data: [DONE]", b'data: "[DONE]"')
-
-        return [json.loads(event) async for event in sse_events(whole())]
-
-
-def run(
-    use: Callable[[Rig], Awaitable[None]],
-    *script: Any,
-    limits: Limits | None = None,
-    text: ByteText | None = None,
-    **app: Any,
-) -> None:
-    """Run `use` with a gateway over a cluster that plays `script`; nothing may be left open."""
-
-    async def main() -> None:
-        async with asyncio.timeout(30):
-            serving = FakeServing(*script)
-            backend = OwnText(serving, lambda model: text or ByteText(), limits)
-            gateway = Front(backend)
-            server = await serve(App(gateway.routes(), gateway.prefixes(), **app), "127.0.0.1", 0)
-            rig = Rig(serving, backend, gateway, server)
-            try:
-                await use(rig)
-            finally:
-                await rig.client.close()
-                await server.stop(1)
-            assert (serving.open, gateway.metrics.in_flight, backend._live) == (0, 0, set())
-
-    asyncio.run(main())
 
 
 def test_chat_whole() -> None:

@@ -49,6 +49,19 @@ def test_the_reported_stop_string_does_not_depend_on_the_cut(cut: int) -> None:
     assert (out, stream.met) == ("aaaa", "xy")
 
 
+class Said:
+    """A choice with some ids."""
+
+    met = None
+
+    def __init__(self, finish_reason: str | None, *fresh: int) -> None:
+        self.finish_reason = finish_reason
+        self._fresh = fresh
+
+    def take_ids(self) -> list[int]:
+        return [*self._fresh]
+
+
 def events(data: bytes) -> list[Any]:
     """The JSON of each event but `[DONE]`."""
     lines = [line.removeprefix(b"data: ") for line in data.split(b"\n\n") if line]
@@ -60,15 +73,16 @@ def events(data: bytes) -> list[Any]:
 def test_what_is_written_is_read(form: Form) -> None:
     """A reader finds tokens, finish reason and usage in the chunks and in the whole reply."""
     usage = Usage.of(prompt=9, generated=2, cached=4)
-    writer = ReplyWriter(reply_head("r", form, True, 1, "m"), form, usage=True)
-    stream = writer.begin() + writer.piece("a", None, [1]) + writer.piece("b", "stop", [2])
+    writer = ReplyWriter(reply_head("r", form, True, 1, "m"), form, usage=True, ids=True)
+    stream = writer.begin(usage) + writer.piece("a", Said(None, 1))
+    stream += writer.piece("b", Said("stop", 2))
     chunks = [read_reply(msgspec.json.encode(it)) for it in events(stream + writer.end(usage))]
     choices = [choice for chunk in chunks for choice in chunk.choices]
     assert [token for choice in choices for token in choice.token_ids or ()] == [1, 2]
     assert [it.finish_reason for it in choices if it.finish_reason] == ["stop"]
     assert [chunk.cached_tokens() for chunk in chunks][-2:] == [None, 4]
     writer = ReplyWriter(reply_head("r", form, False, 1, "m"), form, usage=False)
-    whole = read_reply(writer.whole("ab", "length", None, usage))
+    whole = read_reply(writer.whole([("ab", Said("length"))], usage))
     assert [(it.token_ids, it.finish_reason) for it in whole.choices] == [(None, "length")]
     assert whole.cached_tokens() == 4
 

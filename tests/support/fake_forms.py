@@ -36,7 +36,7 @@ def as_chat(path: str, body: dict[str, Any]) -> dict[str, Any]:
     """The chat request that vLLM makes of such a body."""
     chat = {name: value for name, value in body.items() if name not in ("input", "system")}
     if path == MESSAGES:
-        before, limit = body.get("system"), body["max_tokens"]
+        before, limit = body.get("system"), body.get("max_tokens")
         said = body["messages"]
     else:
         before, limit = body.get("instructions"), body.get("max_output_tokens")
@@ -176,3 +176,13 @@ def reranked(query: str, documents: Sequence[str], model: str) -> dict[str, Any]
     ]
     used = {"prompt_tokens": count, "total_tokens": count}
     return {"id": "rerank-1", "model": model, "usage": used, "results": results}
+
+
+def scored(text_1: str, text_2: Sequence[str], model: str) -> dict[str, Any]:
+    """The share of each second text's words that the first one has."""
+    words = set(text_1.split())
+    scores = [len(words & set(it.split())) / len(it.split()) for it in text_2]
+    count = len(text_1) + sum(map(len, text_2))
+    used = {"prompt_tokens": count, "total_tokens": count}
+    data = [{"index": at, "object": "score", "score": it} for at, it in enumerate(scores)]
+    return {"id": "score-1", "object": "list", "model": model, "usage": used, "data": data}

@@ -180,6 +180,8 @@ class FakeVllm:
             ("POST", fake_forms.MESSAGES + "/render"): self._render,
             ("POST", "/v1/embeddings"): self._embeddings,
             ("POST", "/v1/rerank"): self._rerank,
+            ("POST", "/v1/messages/count_tokens"): self._count_tokens,
+            ("POST", "/score"): self._score,
             ("POST", "/tokenize"): self._tokenize,
             ("POST", "/detokenize"): self._detokenize,
             ("GET", "/v1/models"): self._models,
@@ -233,6 +235,16 @@ class FakeVllm:
         tokens = self._prompt(body)
         shape = {"count": len(tokens), "max_model_len": self.max_len, "tokens": tokens}
         return json_response({**shape, "token_strs": None})
+
+    async def _count_tokens(self, request: HttpRequest) -> Response:
+        body = fake_forms.as_chat(fake_forms.MESSAGES, msgspec.json.decode(await request.body()))
+        return json_response({"input_tokens": len(self._prompt(body))})
+
+    async def _score(self, request: HttpRequest) -> Response:
+        return await self._pooled(
+            request,
+            lambda body: fake_forms.scored(body["text_1"], body["text_2"], self.model),
+        )
 
     async def _detokenize(self, request: HttpRequest) -> Response:
         tokens = msgspec.json.decode(await request.body())["tokens"]

@@ -24,6 +24,10 @@ class ByteText:
         """The bytes of `text`."""
         return list(text.encode())
 
+    def spelled(self, id: int) -> bytes:
+        """One byte, or the name of EOS."""
+        return bytes([id]) if id < EOS else b"<eos>"
+
     def render_chat(self, messages: Sequence[Mapping[str, str]]) -> str:
         """One line per message; a template that refuses to hear "forbidden"."""
         text = "".join(f"{m['role']}: {m['content']}\n" for m in messages)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Literal, TypeAlias
 
 Scope: TypeAlias = Literal["infer", "metrics", "admin"]
-"""Use models (/v1/… and tokenizers), read /metrics, or everything else."""
-_TOKENIZERS = ("/tokenize", "/detokenize")
+"""Use models (/v1/…, /score and tokenizers), read /metrics, or everything else."""
+_MODEL_PATHS = ("/score", "/tokenize", "/detokenize")
 _OPEN_PATHS = frozenset({"/", "/openapi.json", "/health", "/ready", "/api/health"})
 _PAGE = ("/ui", "/ui/")
 """The page for operators: files without secrets. What it shows needs the scope admin."""
@@ -14,7 +14,7 @@ _PAGE = ("/ui", "/ui/")
 
 def scope_of(path: str) -> Scope | None:
     """Return what a request for this path needs; None: nothing."""
-    if path.startswith("/v1/") or path in _TOKENIZERS:
+    if path.startswith("/v1/") or path in _MODEL_PATHS:
         return "infer"
     if path in _OPEN_PATHS or path == _PAGE[0] or path.startswith(_PAGE[1]):
         return None

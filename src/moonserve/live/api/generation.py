@@ -1,4 +1,4 @@
-"""One generation on our own workers: from token ids to text, and to OpenAI's reply or chunks.
+"""One generation on our own workers: from token ids to text, and to the reply or its events.
 
 `Generation` makes the text, whatever the form of the reply; `TextExchange` sends it. `own_text`
 creates both.
@@ -11,11 +11,11 @@ from collections.abc import AsyncGenerator, Callable
 
 from moonserve.core.errors import EngineFailed
 from moonserve.core.request import Request
-from moonserve.core.units import Tokens
+from moonserve.core.units import RequestId, Tokens
 from moonserve.live.api.exchange import Exchange
 from moonserve.live.drive.metrics import RequestMetrics
 from moonserve.live.http.message import Response, StreamingResponse, Write
-from moonserve.live.openai.reply import ReplyWriter, Usage
+from moonserve.live.openai.reply import Usage, Writer
 from moonserve.live.openai.text import TextStream
 from moonserve.live.ports import Output
 from moonserve.live.text.tools import TokenText
@@ -86,6 +86,11 @@ class Generation:
         self._fresh += output.token_ids
         metrics.completion_tokens += len(output.token_ids)
 
+    @property
+    def met(self) -> str | None:
+        """See ChoiceState."""
+        return self._text.met
+
     def take_ids(self) -> list[int]:
         """The token ids that came since the last call."""
         fresh, self._fresh = self._fresh, []
@@ -101,23 +106,22 @@ class Generation:
 
 
 class TextExchange(Exchange):
-    """The reply as one JSON object, or as events: chunks, the usage if the client wants it,
-    `[DONE]`."""
+    """The reply as one JSON object, or as the events of its form."""
 
     def __init__(
         self,
         generation: Generation,
-        writer: ReplyWriter,
+        writer: Writer,
+        path: str,
         stream: bool,
-        ids: bool,
         on_close: Callable[[], None],
     ) -> None:
-        """ids: whether the client wants the token ids."""
+        """path: the one that the client called."""
         super().__init__(generation.request.id, on_close)
+        self._path = path
         self._generation = generation
         self._writer = writer
         self._streams = stream
-        self._wants_ids = ids
         self._ended = False
 
     @property
@@ -131,7 +135,8 @@ class TextExchange(Exchange):
             return Response(body=await self._whole())
         # A failure before the first piece has its own status: the status line is not sent yet.
         first = await self._generation.next_text()
-        self._first = self._writer.begin() + self._piece(first)
+        begun = self._writer.begin(self._generation.usage())
+        self._first = begun + self._piece(first)
         return StreamingResponse(self)
 
     async def _whole(self) -> bytes:
@@ -139,10 +144,7 @@ class TextExchange(Exchange):
         pieces = []
         while generation.finish_reason is None:
             pieces.append(await generation.next_text())
-        ids = generation.take_ids() if self._wants_ids else None
-        return self._writer.whole(
-            "".join(pieces), generation.finish_reason, ids, generation.usage()
-        )
+        return self._writer.whole([("".join(pieces), generation)], generation.usage())
 
     async def _pour(self, write: Write) -> bool:
         while not self._ended:
@@ -154,8 +156,7 @@ class TextExchange(Exchange):
     def _piece(self, text: str) -> bytes:
         """The events of one piece of text; b"" where it adds nothing."""
         generation = self._generation
-        ids = generation.take_ids() if self._wants_ids else None
-        events = self._writer.piece(text, generation.finish_reason, ids)
+        events = self._writer.piece(text, generation)
         if generation.finish_reason is None:
             return events
         self._ended = True
@@ -163,3 +164,23 @@ class TextExchange(Exchange):
 
     async def _close(self) -> None:
         await self._generation.close()
+
+
+class WholeExchange(Exchange):
+    """A reply that is known at once, without a generation."""
+
+    tokens = 0
+
+    def __init__(self, request: RequestId, reply: Response, on_close: Callable[[], None]) -> None:
+        super().__init__(request, on_close)
+        self._reply = reply
+
+    async def begin(self) -> Response:
+        """See Exchange."""
+        return self._reply
+
+    async def _pour(self, write: Write) -> bool:
+        return True
+
+    async def _close(self) -> None:
+        return

@@ -88,6 +88,9 @@ _READS: Mapping[Form, _Reads] = {
         before=("tools", "system"),
         limits=("max_tokens",),
     ),
+    "count_tokens": _Reads(
+        ("messages",), _LISTED, "a list of messages", before=("tools", "system"), others=()
+    ),
     "embeddings": _Reads(
         ("input", "messages"),
         _TEXT_OR_LISTED,
@@ -101,6 +104,13 @@ _READS: Mapping[Form, _Reads] = {
         before=("query",),
         others=("cache_salt",),
     ),
+    "score": _Reads(
+        ("text_2", "data_2", "documents", "items"),
+        (*_TEXT_OR_LISTED, b"{"),
+        "text, or a list of texts",
+        before=("text_1", "data_1", "queries"),
+        others=("cache_salt",),
+    ),
     "tokenize": _Reads(
         ("prompt", "messages"), _TEXT_OR_LISTED, "text, or a list of messages", others=()
     ),
@@ -108,7 +118,7 @@ _READS: Mapping[Form, _Reads] = {
 }
 GENERATING: frozenset[Form] = frozenset({"chat", "completion", "responses", "messages"})
 """The forms whose replies are made token by token."""
-FREE: frozenset[Form] = frozenset({"tokenize", "detokenize"})
+FREE: frozenset[Form] = frozenset({"tokenize", "detokenize", "count_tokens"})
 """The forms that need no KV."""
 
 
@@ -124,6 +134,12 @@ class _Body(msgspec.Struct):
     system: msgspec.Raw = _UNTOUCHED
     documents: msgspec.Raw = _UNTOUCHED
     query: msgspec.Raw = _UNTOUCHED
+    queries: msgspec.Raw = _UNTOUCHED
+    items: msgspec.Raw = _UNTOUCHED
+    text_1: msgspec.Raw = _UNTOUCHED
+    text_2: msgspec.Raw = _UNTOUCHED
+    data_1: msgspec.Raw = _UNTOUCHED
+    data_2: msgspec.Raw = _UNTOUCHED
     tokens: msgspec.Raw = _UNTOUCHED
     tool_choice: msgspec.Raw = _UNTOUCHED
     max_output_tokens: msgspec.Raw = _UNTOUCHED

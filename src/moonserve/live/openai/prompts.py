@@ -48,8 +48,9 @@ class Prompts:
         if isinstance(fields, openai.ChatRequest):
             messages = openai.plain_messages(fields)
             size = sum(_size(text) for message in messages for text in message.values())
-            _refuse_hopeless("messages", size, tools, max_len)
-            work = partial(_chat_tokens, messages, tools, max_len)
+            field = fields.prompt_field
+            _refuse_hopeless(field, size, tools, max_len)
+            work = partial(_chat_tokens, messages, field, tools, max_len)
         else:
             prompt = openai.single_prompt(fields, tools.vocab_size, max_len)
             if isinstance(prompt, list):
@@ -81,9 +82,15 @@ class Prompts:
         return await asyncio.wrap_future(job)
 
 
-def _chat_tokens(messages: list[dict[str, str]], tools: TextTools, max_len: Tokens) -> list[int]:
-    text = tools.render_chat(messages)
-    _refuse_hopeless("messages", _size(text), tools, max_len)
+def _chat_tokens(
+    messages: list[dict[str, str]], field: str, tools: TextTools, max_len: Tokens
+) -> list[int]:
+    try:
+        text = tools.render_chat(messages)
+    except BadRequest as error:
+        error.param = field
+        raise
+    _refuse_hopeless(field, _size(text), tools, max_len)
     return tools.encode(text, add_bos=False)  # the template writes BOS itself
 
 
@@ -109,7 +116,7 @@ def max_tokens(fields: _Fields, prompt: Tokens, max_len: Tokens) -> Tokens:
     """
     asked = fields.max_tokens
     if isinstance(fields, openai.ChatRequest):
-        param = "messages"
+        param = fields.prompt_field
         default = max_len
         if fields.max_completion_tokens is not None:
             asked = fields.max_completion_tokens

@@ -7,7 +7,7 @@ pass through as bytes; see `usage` for what is read of those.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -27,6 +27,11 @@ DONE = b"data: [DONE]\n\n"
 def event(value: object) -> bytes:
     """One server-sent event with this value as JSON."""
     return b"data: %b\n\n" % _encode(value)
+
+
+def named_event(name: str, value: object) -> bytes:
+    """One server-sent event with a name."""
+    return b"event: %b\ndata: %b\n\n" % (name.encode(), _encode(value))
 
 
 def error_event(path: str, error: MoonserveError) -> bytes:
@@ -122,33 +127,69 @@ def reply_head(id: str, form: Form, stream: bool, created: int, model: str) -> R
     return Reply(f"{prefix}-{id}", _OBJECTS[form, stream], created, model, [])
 
 
+class ChoiceState(Protocol):
+    """What a writer reads of one choice, besides its text."""
+
+    @property
+    def finish_reason(self) -> str | None:
+        """Why it ended, as OpenAI says it; None: it goes on."""
+
+    @property
+    def met(self) -> str | None:
+        """The stop string that ended it."""
+
+    def take_ids(self) -> list[int]:
+        """The token ids that came since the last call."""
+
+
+class Writer(Protocol):
+    """Writes one reply of a gateway: `whole`, or `begin`, each `piece` and `end` as events."""
+
+    def whole(self, said: Sequence[tuple[str, ChoiceState]], usage: Usage) -> bytes:
+        """The reply as one JSON object. said: each choice with its text."""
+
+    def begin(self, usage: Usage) -> bytes:
+        """What comes before the first piece; usage: of the prompt and that piece."""
+
+    def piece(self, text: str, choice: ChoiceState) -> bytes:
+        """The events of one piece; b"" where it adds nothing."""
+
+    def end(self, usage: Usage) -> bytes:
+        """What comes after the last piece."""
+
+
 class ReplyWriter:
-    """Writes one reply of a gateway: `whole`, or `begin`, each `piece` and `end` as events.
+    """Writes a reply to chat or completions: see Writer."""
 
-    usage: whether the stream ends with a chunk of usage.
-    """
-
-    def __init__(self, head: Reply, form: Form, usage: bool) -> None:
+    def __init__(self, head: Reply, form: Form, usage: bool, ids: bool = False) -> None:
+        """usage: whether the stream ends with a chunk of usage; ids: whether the client wants the
+        token ids."""
         self._head = head
         self._chat = form == "chat"
         self._wants_usage = usage
+        self._wants_ids = ids
         self._delta = Delta()
         self._choice = Choice()
         head.choices = [self._choice]
 
-    def whole(self, text: str, reason: str, ids: list[int] | None, usage: Usage) -> bytes:
-        """The reply as one JSON object; ids: None where the client does not want them."""
-        if self._chat:
-            self._choice.message = ReplyMessage("assistant", text)
-        else:
-            self._choice.text = text
-        self._choice.finish_reason = reason
-        self._choice.token_ids = UNSET if ids is None else ids
+    def whole(self, said: Sequence[tuple[str, ChoiceState]], usage: Usage) -> bytes:
+        """See Writer."""
+        self._head.choices = [self._whole(text, choice) for text, choice in said]
         self._head.usage = usage
         return _encode(self._head)
 
-    def begin(self) -> bytes:
-        """What comes before the first piece: chat streams begin with the role."""
+    def _whole(self, text: str, choice: ChoiceState) -> Choice:
+        written = Choice(finish_reason=choice.finish_reason)
+        if self._chat:
+            written.message = ReplyMessage("assistant", text)
+        else:
+            written.text = text
+        if self._wants_ids:
+            written.token_ids = choice.take_ids()
+        return written
+
+    def begin(self, usage: Usage) -> bytes:
+        """See Writer. Chat streams begin with the role."""
         if self._wants_usage:
             self._head.usage = None
         if not self._chat:
@@ -158,9 +199,12 @@ class ReplyWriter:
         self._choice.delta = self._delta
         return first
 
-    def piece(self, text: str, reason: str | None, ids: list[int] | None) -> bytes:
-        """The events of one piece; b"" where it adds nothing."""
-        if ids is not None:
+    def piece(self, text: str, choice: ChoiceState) -> bytes:
+        """See Writer."""
+        reason = choice.finish_reason
+        ids = None
+        if self._wants_ids:
+            ids = choice.take_ids()
             self._choice.token_ids = ids
         if not self._chat:
             self._choice.text = text
@@ -176,7 +220,7 @@ class ReplyWriter:
         return events
 
     def end(self, usage: Usage) -> bytes:
-        """What comes after the last piece."""
+        """See Writer."""
         if not self._wants_usage:
             return DONE
         self._head.choices = []

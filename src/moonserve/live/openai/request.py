@@ -18,35 +18,39 @@ and every unknown field.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from operator import attrgetter
-from typing import Any, Literal, TypeAlias
+from typing import Any, ClassVar, Literal, TypeAlias
 
 import msgspec
 
 from moonserve.core.errors import UNREADABLE, BadRequest
 from moonserve.core.request import Sampling, Stopping
-from moonserve.core.units import Tokens
-from moonserve.live.http.message import MESSAGES, decode_json
+from moonserve.core.units import Bytes, Tokens
+from moonserve.live.http.message import COUNT_TOKENS, MESSAGES, decode_json
 
 Form: TypeAlias = Literal[
     "chat",
     "completion",
     "responses",
     "messages",
+    "count_tokens",
     "embeddings",
     "rerank",
+    "score",
     "tokenize",
     "detokenize",
 ]
-"""Which kind of request it is. Our own workers serve the first two; `messages` is Anthropic's."""
+"""Which kind of request it is. `messages` and `count_tokens` are Anthropic's."""
 PATHS: Mapping[Form, str] = {
     "chat": "/v1/chat/completions",
     "completion": "/v1/completions",
     "responses": "/v1/responses",
     "messages": MESSAGES,
+    "count_tokens": COUNT_TOKENS,
     "embeddings": "/v1/embeddings",
     "rerank": "/v1/rerank",
+    "score": "/score",
     "tokenize": "/tokenize",
     "detokenize": "/detokenize",
 }
@@ -64,9 +68,11 @@ _NOTHING_BYTES = 256
 """More JSON than any value has that asks for nothing."""
 _OPENED = 2
 """Brackets of a list with one list of token ids."""
-_UNTOUCHED = msgspec.Raw(b"")
+UNTOUCHED = msgspec.Raw(b"")
+"""The value of a raw field that the body does not have."""
 _FIRST_ITEM = re.compile(rb"\[[ \t\r\n]*(.)", re.DOTALL)
 _NO_CALLS: tuple[object, ...] = ([], {}, "", False, 0)
+_TEXT = ("text",)
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 
 _UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
@@ -127,6 +133,7 @@ class _ItemsLeft:
     """
 
     count = 0
+    field = "messages"
 
     @classmethod
     def take(cls) -> None:
@@ -134,8 +141,8 @@ class _ItemsLeft:
         cls.count -= 1
         if cls.count < 0:
             raise BadRequest(
-                "messages: too many messages and parts; send fewer, with more text in each",
-                "messages",
+                f"{cls.field}: too many messages and parts; send fewer, with more text in each",
+                cls.field,
             )
 
 
@@ -155,8 +162,8 @@ class Message(msgspec.Struct, gc=False):
     role: str
     content: str | list[ContentPart] | None = None
     name: str | None = None
-    tool_calls: msgspec.Raw = _UNTOUCHED
-    function_call: msgspec.Raw = _UNTOUCHED
+    tool_calls: msgspec.Raw = UNTOUCHED
+    function_call: msgspec.Raw = UNTOUCHED
 
     def __post_init__(self) -> None:
         _ItemsLeft.take()
@@ -185,8 +192,10 @@ class GenerationRequest(_Common, kw_only=True):
 
 
 class ChatRequest(GenerationRequest, kw_only=True):
-    """POST /v1/chat/completions."""
+    """POST /v1/chat/completions; Responses and Messages become one too."""
 
+    prompt_field: ClassVar[str] = "messages"
+    """The field of the body that has the conversation."""
     model: str
     messages: list[Message]
     max_completion_tokens: int | None = None
@@ -209,37 +218,37 @@ class _Unserved(_Common, kw_only=True):
     """A body before its checks: the fields that our workers do not serve, and those that may be
     long."""
 
-    n: msgspec.Raw = _UNTOUCHED
-    best_of: msgspec.Raw = _UNTOUCHED
-    echo: msgspec.Raw = _UNTOUCHED
-    suffix: msgspec.Raw = _UNTOUCHED
-    logprobs: msgspec.Raw = _UNTOUCHED
-    top_logprobs: msgspec.Raw = _UNTOUCHED
-    logit_bias: msgspec.Raw = _UNTOUCHED
-    presence_penalty: msgspec.Raw = _UNTOUCHED
-    frequency_penalty: msgspec.Raw = _UNTOUCHED
-    repetition_penalty: msgspec.Raw = _UNTOUCHED
-    min_p: msgspec.Raw = _UNTOUCHED
-    min_tokens: msgspec.Raw = _UNTOUCHED
-    tools: msgspec.Raw = _UNTOUCHED
-    tool_choice: msgspec.Raw = _UNTOUCHED
-    functions: msgspec.Raw = _UNTOUCHED
-    function_call: msgspec.Raw = _UNTOUCHED
-    response_format: msgspec.Raw = _UNTOUCHED
-    guided_json: msgspec.Raw = _UNTOUCHED
-    guided_regex: msgspec.Raw = _UNTOUCHED
-    structured_outputs: msgspec.Raw = _UNTOUCHED
-    modalities: msgspec.Raw = _UNTOUCHED
-    audio: msgspec.Raw = _UNTOUCHED
-    prediction: msgspec.Raw = _UNTOUCHED
-    web_search_options: msgspec.Raw = _UNTOUCHED
-    chat_template: msgspec.Raw = _UNTOUCHED
-    chat_template_kwargs: msgspec.Raw = _UNTOUCHED
-    continue_final_message: msgspec.Raw = _UNTOUCHED
-    add_generation_prompt: msgspec.Raw = _UNTOUCHED
-    prompt_embeds: msgspec.Raw = _UNTOUCHED
-    stop: msgspec.Raw = _UNTOUCHED
-    stop_token_ids: msgspec.Raw = _UNTOUCHED
+    n: msgspec.Raw = UNTOUCHED
+    best_of: msgspec.Raw = UNTOUCHED
+    echo: msgspec.Raw = UNTOUCHED
+    suffix: msgspec.Raw = UNTOUCHED
+    logprobs: msgspec.Raw = UNTOUCHED
+    top_logprobs: msgspec.Raw = UNTOUCHED
+    logit_bias: msgspec.Raw = UNTOUCHED
+    presence_penalty: msgspec.Raw = UNTOUCHED
+    frequency_penalty: msgspec.Raw = UNTOUCHED
+    repetition_penalty: msgspec.Raw = UNTOUCHED
+    min_p: msgspec.Raw = UNTOUCHED
+    min_tokens: msgspec.Raw = UNTOUCHED
+    tools: msgspec.Raw = UNTOUCHED
+    tool_choice: msgspec.Raw = UNTOUCHED
+    functions: msgspec.Raw = UNTOUCHED
+    function_call: msgspec.Raw = UNTOUCHED
+    response_format: msgspec.Raw = UNTOUCHED
+    guided_json: msgspec.Raw = UNTOUCHED
+    guided_regex: msgspec.Raw = UNTOUCHED
+    structured_outputs: msgspec.Raw = UNTOUCHED
+    modalities: msgspec.Raw = UNTOUCHED
+    audio: msgspec.Raw = UNTOUCHED
+    prediction: msgspec.Raw = UNTOUCHED
+    web_search_options: msgspec.Raw = UNTOUCHED
+    chat_template: msgspec.Raw = UNTOUCHED
+    chat_template_kwargs: msgspec.Raw = UNTOUCHED
+    continue_final_message: msgspec.Raw = UNTOUCHED
+    add_generation_prompt: msgspec.Raw = UNTOUCHED
+    prompt_embeds: msgspec.Raw = UNTOUCHED
+    stop: msgspec.Raw = UNTOUCHED
+    stop_token_ids: msgspec.Raw = UNTOUCHED
 
 
 class _ChatBody(_Unserved, kw_only=True):
@@ -258,18 +267,31 @@ class _Stops(msgspec.Struct):
     stop_token_ids: list[int] | None = None
 
 
+class _Sequences(msgspec.Struct):
+    stop_sequences: list[str] | None = None
+
+
 class _Prompt(msgspec.Struct):
     prompt: str | list[str | int | list[int]]
 
 
-def body_shape(form: Form) -> BodyShape:
-    """The fields of a body that our workers serve."""
+def generation_shape(form: Form) -> BodyShape:
+    """The fields of a body of chat or completions that our workers serve."""
     return BodyShape(_SERVED[form], harmless=_UNSUPPORTED)
+
+
+def expect_items(field: str, max_messages: int) -> None:
+    """Allow as many messages and parts as usual in the body that is decoded next.
+
+    field: the one that has them.
+    """
+    _ItemsLeft.count = _ITEMS_PER_MESSAGE * max_messages
+    _ItemsLeft.field = field
 
 
 def parse_chat(body: bytes, max_messages: int) -> ChatRequest:
     """The request with every field checked. Raises BadRequest."""
-    _ItemsLeft.count = _ITEMS_PER_MESSAGE * max_messages
+    expect_items("messages", max_messages)
     sent = decode_json(body, _ChatBody)
     _refuse_unsupported(sent)
     stops = _stops(sent)
@@ -281,16 +303,9 @@ def parse_chat(body: bytes, max_messages: int) -> ChatRequest:
         stop_token_ids=stops.stop_token_ids,
         **_common(sent),
     )
-    _check(request)
-    _at_least_one("max_completion_tokens", request.max_completion_tokens)
-    if not request.messages:
-        raise BadRequest("messages: must have at least one message", "messages")
-    if len(request.messages) > max_messages:
-        raise BadRequest(
-            f"messages: {len(request.messages)} are over the limit of {max_messages}", "messages"
-        )
-    for i, message in enumerate(request.messages):
-        _check_message(message, f"messages[{i}]")
+    check(request)
+    at_least_one("max_completion_tokens", request.max_completion_tokens)
+    check_messages(request.messages, "messages", max_messages)
     return request
 
 
@@ -309,7 +324,7 @@ def parse_completion(body: bytes, max_ids: Tokens) -> CompletionRequest:
         stop_token_ids=stops.stop_token_ids,
         **_common(sent),
     )
-    _check(request)
+    check(request)
     return request
 
 
@@ -406,7 +421,7 @@ def _common(sent: _Common) -> dict[str, Any]:
 
 
 _unsupported_of = attrgetter(*_UNSUPPORTED)
-_NONE_SENT = (_UNTOUCHED,) * len(_UNSUPPORTED)
+_NONE_SENT = (UNTOUCHED,) * len(_UNSUPPORTED)
 
 
 def _refuse_unsupported(sent: _Unserved) -> None:
@@ -414,11 +429,16 @@ def _refuse_unsupported(sent: _Unserved) -> None:
     if raws == _NONE_SENT:  # the usual case, in one comparison
         return
     for (name, harmless), raw in zip(_UNSUPPORTED.items(), raws, strict=True):
-        if raw is _UNTOUCHED or _is_any_of(bytes(raw), harmless):
-            continue
-        only = " or ".join(msgspec.json.encode(h).decode() for h in harmless)
-        what = f"only {only} is supported here" if only else "not supported here; leave it out"
-        raise BadRequest(f"{name}: {what}", name, "unsupported_parameter")
+        refuse_unless(name, raw, harmless)
+
+
+def refuse_unless(name: str, raw: msgspec.Raw, harmless: tuple[object, ...]) -> None:
+    """Raise BadRequest for a field that has another value than these or null."""
+    if raw is UNTOUCHED or _is_any_of(bytes(raw), harmless):
+        return
+    only = " or ".join(msgspec.json.encode(h).decode() for h in harmless)
+    what = f"only {only} is supported here" if only else "not supported here; leave it out"
+    raise BadRequest(f"{name}: {what}", name, "unsupported_parameter")
 
 
 def _is_any_of(raw: bytes, values: tuple[object, ...]) -> bool:
@@ -437,11 +457,25 @@ def _stops(sent: _Unserved) -> _Stops:
     fields = []
     for name, most in (("stop", _STOP_BYTES), ("stop_token_ids", _STOP_IDS_BYTES)):
         raw = bytes(getattr(sent, name))
-        if len(raw) > most:
-            raise BadRequest(f"{name}: must have at most {most} bytes of JSON", name)
+        _at_most(name, raw, most)
         if raw:
             fields.append(b'"%b":%b' % (name.encode(), raw))
     return decode_json(b"{%b}" % b",".join(fields), _Stops) if fields else _Stops()
+
+
+def decode_stop_sequences(raw: msgspec.Raw) -> list[str] | None:
+    """Anthropic's stop_sequences, once their length is known. Raises BadRequest."""
+    if raw is UNTOUCHED:
+        return None
+    _at_most("stop_sequences", bytes(raw), _STOP_BYTES)
+    sequences = decode_json(b'{"stop_sequences":%b}' % bytes(raw), _Sequences).stop_sequences
+    check_stop_texts("stop_sequences", sequences or [])
+    return sequences
+
+
+def _at_most(name: str, raw: bytes, most: Bytes) -> None:
+    if len(raw) > most:
+        raise BadRequest(f"{name}: must have at most {most} bytes of JSON", name)
 
 
 def _prompt(raw: bytes, max_ids: Tokens) -> str | list[str | int | list[int]]:
@@ -467,8 +501,9 @@ def _one_prompt() -> BadRequest:
     return BadRequest("prompt: one prompt per request is supported", "prompt")
 
 
-def _check(request: GenerationRequest) -> None:
-    _at_least_one("max_tokens", request.max_tokens)
+def check(request: GenerationRequest) -> None:
+    """Raise BadRequest for a value out of its range."""
+    at_least_one("max_tokens", request.max_tokens)
     _within("temperature", request.temperature, 0, 2)
     _within("top_p", request.top_p, 0, 1)
     if request.top_p == 0:
@@ -483,15 +518,19 @@ def _check(request: GenerationRequest) -> None:
         raise BadRequest(f"cache_salt: {what}", "cache_salt")
 
 
-def _check_stops(request: GenerationRequest) -> None:
-    stop = request.stop
-    stops = [stop] if isinstance(stop, str) else stop or []
+def check_stop_texts(name: str, stop: str | Sequence[str]) -> None:
+    """Raise BadRequest if these stop strings are too many, too long or empty."""
+    stops = [stop] if isinstance(stop, str) else stop
     if len(stops) > _MAX_STOPS:
-        raise BadRequest(f"stop: at most {_MAX_STOPS} strings", "stop")
+        raise BadRequest(f"{name}: at most {_MAX_STOPS} strings", name)
     for i, text in enumerate(stops):
         if not 1 <= len(text) <= _MAX_STOP_CHARS:
-            param = "stop" if isinstance(stop, str) else f"stop[{i}]"
+            param = name if isinstance(stop, str) else f"{name}[{i}]"
             raise BadRequest(f"{param}: must have 1 to {_MAX_STOP_CHARS} characters", param)
+
+
+def _check_stops(request: GenerationRequest) -> None:
+    check_stop_texts("stop", () if request.stop is None else request.stop)
     ids = request.stop_token_ids or []
     if len(ids) > _MAX_STOP_IDS:
         raise BadRequest(f"stop_token_ids: at most {_MAX_STOP_IDS}", "stop_token_ids")
@@ -499,27 +538,57 @@ def _check_stops(request: GenerationRequest) -> None:
         _within(f"stop_token_ids[{i}]", token, 0, 2**31 - 1)
 
 
-def _check_message(message: Message, path: str) -> None:
-    if message.role not in _ROLES:
+def check_messages(
+    messages: Sequence[Message],
+    field: str,
+    most: int,
+    roles: Collection[str] = _ROLES,
+    parts: Collection[str] = _TEXT,
+) -> None:
+    """Raise BadRequest unless it is a conversation of text.
+
+    field: the field of the body that has it; most: messages; parts: types of content parts.
+    """
+    if not messages:
+        raise BadRequest(f"{field}: must have at least one message", field)
+    if len(messages) > most:
+        raise BadRequest(f"{field}: {len(messages)} are over the limit of {most}", field)
+    for i, message in enumerate(messages):
+        _check_message(message, f"{field}[{i}]", roles, parts)
+
+
+def _check_message(
+    message: Message, path: str, roles: Collection[str], parts: Collection[str]
+) -> None:
+    if message.role not in roles:
         raise BadRequest(
-            f"{path}.role: {message.role[:40]!r} is not one of {', '.join(_ROLES)}", f"{path}.role"
+            f"{path}.role: {message.role[:40]!r} is not one of {', '.join(roles)}", f"{path}.role"
         )
     for name in ("tool_calls", "function_call"):
         raw = getattr(message, name)
-        if raw is not _UNTOUCHED and not _is_any_of(bytes(raw), _NO_CALLS):
+        if raw is not UNTOUCHED and not _is_any_of(bytes(raw), _NO_CALLS):
             raise BadRequest(
                 f"{path}.{name}: not supported here", f"{path}.{name}", "unsupported_parameter"
             )
     if message.content is None:
         raise BadRequest(f"{path}.content: must be text or text parts", f"{path}.content")
-    if isinstance(message.content, list):
-        for i, part in enumerate(message.content):
-            if part.type != "text" or part.text is None:
-                where = f"{path}.content[{i}]"
-                raise BadRequest(f"{where}: only text parts are supported", f"{where}.type")
+    check_parts(message.content, f"{path}.content", parts)
 
 
-def _at_least_one(name: str, value: int | None) -> None:
+def check_parts(
+    content: str | Sequence[ContentPart], path: str, types: Collection[str] = _TEXT
+) -> None:
+    """Raise BadRequest if content has a part that is not text of one of these types."""
+    if isinstance(content, str):
+        return
+    for i, part in enumerate(content):
+        if part.type not in types or part.text is None:
+            where = f"{path}[{i}]"
+            raise BadRequest(f"{where}: only text parts are supported", f"{where}.type")
+
+
+def at_least_one(name: str, value: int | None) -> None:
+    """Raise BadRequest for a number below 1."""
     if value is not None and value < 1:
         raise BadRequest(f"{name}: must be at least 1, not {value}", name)
 

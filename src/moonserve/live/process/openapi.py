@@ -31,8 +31,10 @@ from moonserve.live.external.indexer_api import Query, Register, Unregister
 from moonserve.live.external.spec import InstanceSpec
 from moonserve.live.http.message import JSON, ErrorReply
 from moonserve.live.openai.headers import MAX_PRIORITY, PRIORITY, TBT, TENANT, TTFT
+from moonserve.live.openai.messages import TokenCount
 from moonserve.live.openai.reply import Reply
 from moonserve.live.openai.request import BodyShape
+from moonserve.live.openai.tokenizing import DetokenizeReply, TokenizeReply
 from moonserve.live.process.profiles import ProfileAsked, ProfileReply
 from moonserve.live.record.recent import RecentRows, RowsAsked
 from moonserve.live.record.recorder import RecordingStatus
@@ -94,12 +96,15 @@ OPERATIONS: Mapping[Route, RouteText] = {
         headers=_OBJECTIVES,
     ),
     ("POST", "/v1/responses"): RouteText(
-        "OpenAI's Responses, by external engines; with `stream` as server-sent events.",
+        "OpenAI's Responses; with `stream` as server-sent events.",
         headers=_OBJECTIVES,
     ),
     ("POST", "/v1/messages"): RouteText(
-        "Anthropic's Messages, by external engines; with `stream` as server-sent events.",
+        "Anthropic's Messages; with `stream` as server-sent events.",
         headers=_OBJECTIVES,
+    ),
+    ("POST", "/v1/messages/count_tokens"): RouteText(
+        "How many tokens a prompt of Messages has.", gives=TokenCount
     ),
     ("POST", "/v1/embeddings"): RouteText(
         "OpenAI's embeddings, by external engines.", headers=_OBJECTIVES
@@ -107,8 +112,9 @@ OPERATIONS: Mapping[Route, RouteText] = {
     ("POST", "/v1/rerank"): RouteText(
         "Documents by their relevance to a query, by external engines.", headers=_OBJECTIVES
     ),
-    ("POST", "/tokenize"): RouteText("A prompt's token ids, by external engines."),
-    ("POST", "/detokenize"): RouteText("The text of token ids, by external engines."),
+    ("POST", "/score"): RouteText("How alike texts are, by external engines.", headers=_OBJECTIVES),
+    ("POST", "/tokenize"): RouteText("A prompt's token ids.", gives=TokenizeReply),
+    ("POST", "/detokenize"): RouteText("The text of token ids.", gives=DetokenizeReply),
     ("GET", "/v1/models"): RouteText("The models that are served.", gives=ModelList),
     ("GET", "/v1/models/{model}"): RouteText("One model.", gives=ModelEntry),
     ("OPTIONS", "/v1/{path}"): RouteText(

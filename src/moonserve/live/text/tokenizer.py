@@ -86,6 +86,10 @@ class Tokenizer:
             return b""
         return self._bytes[id]
 
+    def spelled(self, id: int) -> bytes:
+        """Return the bytes of a token, also of a special one; b"" for ids of padding."""
+        return self._bytes[id] if id < len(self._bytes) else b""
+
     def decode(self, ids: Iterable[int], *, skip_special: bool = True) -> str:
         """Return the text of a whole sequence; bytes that are not UTF-8 become U+FFFD.
 

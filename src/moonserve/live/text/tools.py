@@ -40,6 +40,9 @@ class TextTools(Protocol):
     def encode(self, text: str, *, add_bos: bool) -> list[int]:
         """Text to ids. Raises BadRequest if it cannot be encoded."""
 
+    def spelled(self, id: int) -> bytes:
+        """The bytes of a token, whole characters or not; of a special token, those of its name."""
+
     def render_chat(self, messages: Sequence[Mapping[str, str]]) -> str:
         """Messages to the prompt's text, BOS included. Raises BadRequest if the template refuses
         them."""
@@ -126,6 +129,7 @@ class ModelText:
         self.vocab_size = tokenizer.vocab_size
         self.longest_token_bytes = tokenizer.longest_token_bytes
         self.encode = tokenizer.encode
+        self.spelled = tokenizer.spelled
         self.render_chat = template.render
 
     def detokenizer(self) -> TokenText:
