@@ -53,7 +53,7 @@ async def pick(process: Process) -> list[str]:
     async with grpc.aio.insecure_channel(f"127.0.0.1:{server_of(process).port}") as channel:
         exchange = Exchange(channel)
         found = destinations(await exchange.ask(completion("Once upon a time " * 30)))
-        await exchange.reply()
+        await exchange.reply()  # the body
         await exchange.send(reply_head())
         await exchange.reply()
         exchange.cancel()
@@ -173,7 +173,7 @@ def test_a_taken_port_is_named() -> None:
         taken = server_of(first).port
         try:
             again = msgspec.structs.replace(CONFIG, picker_port=taken)
-            with pytest.raises(ConfigError, match=f"picker_port: cannot listen at .*:{taken}"):
+            with pytest.raises(ConfigError, match=f"picker_port: .*:{taken} is in use"):
                 await Gateway.start(again, [])
         finally:
             await first.stop(0)

@@ -111,23 +111,42 @@ class Exchange:
 
     def __init__(self, channel: grpc.aio.Channel) -> None:
         self._call = ExternalProcessorStub(channel).Process()
+        self._replies: asyncio.Queue[ProcessingResponse | Exception | None] = asyncio.Queue()
+        self._reading = asyncio.create_task(self._read())
+
+    async def _read(self) -> None:
+        """Keep what the picker answers, also while the test sends more."""
+        try:
+            while (found := await self._call.read()) is not grpc.aio.EOF:
+                self._replies.put_nowait(found)
+            self._replies.put_nowait(None)
+        except grpc.aio.AioRpcError as error:
+            self._replies.put_nowait(error)
 
     async def send(self, *messages: ProcessingRequest) -> None:
-        """Send these."""
+        """Send these. What comes after the picker's last answer is lost."""
         for message in messages:
-            await self._call.write(message)
+            try:
+                await self._call.write(message)
+            except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
+                return
+
+    async def _next(self) -> ProcessingResponse | None:
+        async with asyncio.timeout(10):
+            found = await self._replies.get()
+        if isinstance(found, Exception):
+            raise found
+        return found
 
     async def reply(self) -> ProcessingResponse:
         """The picker's next message."""
-        async with asyncio.timeout(10):
-            found = await self._call.read()
-        assert isinstance(found, ProcessingResponse), "the picker has ended the stream"
+        found = await self._next()
+        assert found is not None, "the picker has ended the stream"
         return found
 
     async def ended(self) -> bool:
         """Whether the picker has ended the stream and sends no more."""
-        async with asyncio.timeout(10):
-            return await self._call.read() is grpc.aio.EOF
+        return await self._next() is None
 
     async def ask(self, body: bytes, **head: Any) -> ProcessingResponse:
         """Send a request; the answer that has the endpoints, or the refusal."""

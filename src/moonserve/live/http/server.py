@@ -906,20 +906,29 @@ async def serve(
     tls: accept connections by TLS only, in this context.
     """
     connections = Connections(app)
+    listener = await listening(
+        lambda: Accepted(connections), host, port, setting, shared=shared, tls=tls
+    )
+    return Server(connections, listener)
+
+
+async def listening(
+    make: Callable[[], asyncio.Protocol],
+    host: str,
+    port: int,
+    setting: str,
+    *,
+    shared: bool,
+    tls: ssl.SSLContext | None,
+) -> asyncio.Server | TlsListener:
+    """Listen as `serve` does. make: makes the protocol of a connection."""
     loop = asyncio.get_running_loop()
     try:
-        listener: asyncio.Server | TlsListener
         if tls is not None:
-            listener = await listen(
-                tls, host, port, lambda: Accepted(connections), address_of, shared=shared
-            )
-        else:
-            listener = await loop.create_server(
-                lambda: Accepted(connections), host, port, backlog=2048, reuse_port=shared or None
-            )
+            return await listen(tls, host, port, make, address_of, shared=shared)
+        return await loop.create_server(make, host, port, backlog=2048, reuse_port=shared or None)
     except OSError as error:
         raise bind_error(error, host, port, setting) from None
-    return Server(connections, listener)
 
 
 async def serve_socket(app: App, path: str, setting: str) -> Server:

@@ -1,42 +1,49 @@
 """The gRPC server of a picker: external processing for the proxy, and gRPC's health service.
 
-A part of the picker's process. Each request of a client is one stream, which ends as the proxy ends
-it: most often by cancelling. A proxy that is gone is noticed by its connection's keep-alive.
+A part of the picker's process. Each request of a client is one call, which ends as the proxy ends
+it: most often by a reset of its stream. `connection` has HTTP/2 and gRPC's framing.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from typing import TYPE_CHECKING, Any
+import contextlib
 
-import grpc
-from envoy.service.ext_proc.v3.external_processor_pb2_grpc import (
-    ExternalProcessorServicer,
-    add_ExternalProcessorServicer_to_server,
-)
-from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
-from grpc_health.v1.health_pb2_grpc import HealthServicer, add_HealthServicer_to_server
+from envoy.service.ext_proc.v3.external_processor_pb2 import ProcessingRequest, ProcessingResponse
+from google.protobuf.message import DecodeError
+from google.protobuf.wrappers_pb2 import Int32Value, StringValue
 
-from moonserve.core.errors import ConfigError
 from moonserve.core.units import Bytes
-from moonserve.live.http.server import ProcessPart
+from moonserve.live.http.handshakes import TlsListener
+from moonserve.live.http.server import ProcessPart, listening
+from moonserve.live.picker.connection import (
+    INVALID,
+    NOT_FOUND,
+    CallBounds,
+    CallRefused,
+    CallServing,
+    GrpcCall,
+    GrpcConnection,
+)
 from moonserve.live.picker.front import PickerFront
 from moonserve.live.tls.contexts import ClientAuth, Tls
 
-if TYPE_CHECKING:
-    from envoy.service.ext_proc.v3.external_processor_pb2 import ProcessingRequest
-
 LIVENESS = "liveness"
 READINESS = ("", "readiness", "envoy.service.ext_proc.v3.ExternalProcessor")
+UNKNOWN, SERVING, NOT_SERVING, SERVICE_UNKNOWN = range(4)
+"""Statuses of gRPC's health service."""
+_PROCESS = b"/envoy.service.ext_proc.v3.ExternalProcessor/Process"
+_CHECK = b"/grpc.health.v1.Health/Check"
+_WATCH = b"/grpc.health.v1.Health/Watch"
 _LOOK_S = 1.0
 _STOP_S = 1.0
 _MORE_STREAMS = 1_024
 """Streams beside those of requests that may be under way: their bodies come, or are refused."""
+_SHARED_STREAMS = 64
+"""Streams of one connection where pickers share a port: a proxy with more opens further ones, which
+the kernel gives to other pickers."""
 _ROOM: Bytes = 1 << 20
 """Of a message, beside a body."""
-_KEPT_ALIVE_MS = 30_000
-_ANSWERED_MS = 10_000
 
 
 class PickerServer(ProcessPart):
@@ -52,126 +59,125 @@ class PickerServer(ProcessPart):
         streams: int,
         tls: Tls | None,
         client_auth: ClientAuth,
+        shared_s: float | None = None,
     ) -> None:
-        """most: the largest body; streams: requests that may be under way at once."""
-        self._front = front
+        """most: the largest body; streams: requests that may be under way at once. shared_s: other
+        pickers listen at this port too, and requests get so long when this one leaves; None: they
+        do not."""
         self._host = host
         self.port = port
         """0 until `start`, if any free one is to be taken."""
-        self._most = most
-        self._streams = streams
         self._tls = tls
         self._client_auth = client_auth
-        self._server: Any = None
+        self._shared_s = shared_s
+        calls = streams + _MORE_STREAMS
+        self._serving = CallServing(
+            {
+                _PROCESS: _Processor(front).process,
+                _CHECK: _Health(front).check,
+                _WATCH: _Health(front).watch,
+            },
+            CallBounds(most + _ROOM, calls if shared_s is None else _SHARED_STREAMS, calls),
+        )
+        self._listener: asyncio.Server | TlsListener | None = None
 
     async def start(self, port: int) -> None:
         """Listen. Raises ConfigError."""
-        streams = self._streams + _MORE_STREAMS
-        self._server = server = grpc.aio.server(
-            options=[
-                ("grpc.max_receive_message_length", self._most + _ROOM),
-                ("grpc.max_concurrent_streams", streams),
-                # of a burst of more than 1,000 gRPC would cancel some by chance
-                ("grpc.server.max_pending_requests", streams),
-                ("grpc.server.max_pending_requests_hard_limit", streams),
-                ("grpc.keepalive_time_ms", _KEPT_ALIVE_MS),
-                ("grpc.keepalive_timeout_ms", _ANSWERED_MS),
-                ("grpc.http2.min_ping_interval_without_data_ms", _ANSWERED_MS),
-                ("grpc.so_reuseport", 0),
-            ],
-            maximum_concurrent_rpcs=streams,
+        tls = None if self._tls is None else self._tls.listener(self._client_auth, ("h2",))
+        self._listener = await listening(
+            lambda: GrpcConnection(self._serving),
+            self._host,
+            self.port,
+            "picker_port",
+            shared=self._shared_s is not None,
+            tls=tls,
         )
-        add_ExternalProcessorServicer_to_server(_Processor(self._front), server)
-        add_HealthServicer_to_server(_HealthService(self._front), server)
-        host = f"[{self._host}]" if ":" in self._host else self._host
-        where = f"{host}:{self.port}"
-        try:
-            if self._tls is None:
-                self.port = server.add_insecure_port(where)
-            else:
-                self.port = server.add_secure_port(where, self._credentials(self._tls))
-        except RuntimeError:
-            what = f"cannot listen at {where}: choose a free port"
-            raise ConfigError(what, "picker_port") from None
-        await server.start()
+        self.port = self._listener.sockets[0].getsockname()[1]
 
     async def stop(self) -> None:
-        """Cut what is left of all streams."""
-        if self._server is not None:
-            await self._server.stop(_STOP_S)
-
-    def _credentials(self, tls: Tls) -> Any:
-        """Those of the files, read again once they have changed."""
-        files = tls.files
-        stamps = files.stamps()
-
-        def read() -> Any:
-            pair = files.key.read_bytes(), files.cert.read_bytes()
-            ca = files.ca.read_bytes() if files.ca is not None else None
-            return grpc.ssl_server_certificate_configuration([pair], ca)
-
-        def changed() -> Any:
-            nonlocal stamps
-            if (now := files.stamps()) == stamps:
-                return None
-            stamps = now
-            try:
-                return read()
-            except OSError:
-                return None  # the old ones stay in use
-
-        required = self._client_auth == "required"
-        return grpc.dynamic_ssl_server_credentials(read(), changed, required)
+        """Listen no more, and cut what is left of all calls."""
+        if self._listener is None:
+            return
+        self._listener.close()
+        serving = self._serving
+        for it in serving.open:
+            it.leave()
+        for waits_s in (self._shared_s or 0, _STOP_S):
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(waits_s):
+                    while serving.calls:
+                        await asyncio.wait(serving.calls)
+            for it in list(serving.open):
+                it.close()
+        await self._listener.wait_closed()
 
 
-class _Processor(ExternalProcessorServicer):  # type: ignore[misc]
-    """One call is one request of a client."""
+class _Processor:
+    """External processing: one call is one request of a client."""
 
     def __init__(self, front: PickerFront) -> None:
         self._front = front
 
-    async def Process(self, requests: Any, context: Any) -> None:  # noqa: N802 - gRPC's name
+    async def process(self, call: GrpcCall) -> None:
         """See the protocol."""
 
         async def read() -> ProcessingRequest | None:
-            message = await context.read()
-            return None if message is grpc.aio.EOF else message
+            message = await call.read()
+            if message is None:
+                return None
+            try:
+                return ProcessingRequest.FromString(message)
+            except DecodeError:
+                raise CallRefused(INVALID, "a message is no ProcessingRequest") from None
 
-        await self._front.serve(read, context.write)
+        async def write(reply: ProcessingResponse) -> None:
+            await call.write(reply.SerializeToString())
+
+        await self._front.serve(read, write)
 
 
-class _HealthService(HealthServicer):  # type: ignore[misc]
+class _Health:
     """gRPC's health service, for kubelets and proxies."""
 
     def __init__(self, front: PickerFront) -> None:
         self._front = front
 
-    async def Check(  # noqa: N802 - gRPC's name
-        self, request: HealthCheckRequest, context: Any
-    ) -> HealthCheckResponse:
+    async def check(self, call: GrpcCall) -> None:
         """The status now."""
-        status = self._status(request.service)
-        if status == HealthCheckResponse.SERVICE_UNKNOWN:
+        status = self._status(await _service(call))
+        if status == SERVICE_UNKNOWN:
             known = ", ".join((LIVENESS, *filter(None, READINESS)))
-            await context.abort(grpc.StatusCode.NOT_FOUND, f"no such service; known: {known}")
-        return HealthCheckResponse(status=status)
+            raise CallRefused(NOT_FOUND, f"no such service; known: {known}")
+        await _answer(call, status)
 
-    async def Watch(  # noqa: N802 - gRPC's name
-        self, request: HealthCheckRequest, context: Any
-    ) -> AsyncIterator[HealthCheckResponse]:
+    async def watch(self, call: GrpcCall) -> None:
         """The status now, and whenever it changes."""
-        last = None
+        service = await _service(call)
+        last = UNKNOWN
         while True:
-            status = self._status(request.service)
+            status = self._status(service)
             if status != last:
                 last = status
-                yield HealthCheckResponse(status=status)
+                await _answer(call, status)
             await asyncio.sleep(_LOOK_S)
 
     def _status(self, service: str) -> int:
         if service == LIVENESS:
-            return int(HealthCheckResponse.SERVING)
+            return SERVING
         if service not in READINESS:
-            return int(HealthCheckResponse.SERVICE_UNKNOWN)
-        ready = self._front.readiness().status == 200
-        return int(HealthCheckResponse.SERVING if ready else HealthCheckResponse.NOT_SERVING)
+            return SERVICE_UNKNOWN
+        return SERVING if self._front.readiness().status == 200 else NOT_SERVING
+
+
+async def _service(call: GrpcCall) -> str:
+    """The service that is asked about. On the wire a HealthCheckRequest is one string in field 1,
+    as StringValue is."""
+    try:
+        return str(StringValue.FromString(await call.read() or b"").value)
+    except DecodeError:
+        raise CallRefused(INVALID, "the message is no HealthCheckRequest") from None
+
+
+async def _answer(call: GrpcCall, status: int) -> None:
+    """A HealthCheckResponse is one number in field 1, as Int32Value is."""
+    await call.write(Int32Value(value=status).SerializeToString())

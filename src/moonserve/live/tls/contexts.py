@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Final, Literal, NoReturn, TypeAlias
 
@@ -32,6 +32,8 @@ HANDSHAKE_S: Final = 10.0
 """The longest handshake; a peer that is silent for longer is dropped."""
 
 _LOOK_S = 1.0
+_ANY_PROTOCOL: tuple[str, ...] = ()
+"""ALPN is not used."""
 _ASKS = {
     "none": ssl.CERT_NONE,
     "optional": ssl.CERT_OPTIONAL,
@@ -96,7 +98,8 @@ class Tls:
         self._lock = threading.Lock()
         self._stamps = files.stamps()
         self._client = _client_context(files)
-        self._server = _server_context(files)
+        self._servers = {_ANY_PROTOCOL: _server_context(files)}
+        """By what clients may choose from by ALPN."""
         self._look_s = time.monotonic() + _LOOK_S
 
     def client(self) -> ssl.SSLContext:
@@ -110,14 +113,20 @@ class Tls:
         It accepts peers that have a certificate of the authority only.
         """
         self._look()
-        return self._server
+        return self._servers[_ANY_PROTOCOL]
 
-    def listener(self, clients: ClientAuth = "required") -> ssl.SSLContext:
-        """Return a context for a listener's whole life; its handshakes use the newest files."""
-        context = _server_context(self.files)
+    def listener(
+        self, clients: ClientAuth = "required", protocols: tuple[str, ...] = _ANY_PROTOCOL
+    ) -> ssl.SSLContext:
+        """Return a context for a listener's whole life; its handshakes use the newest files.
+
+        protocols: what clients may choose from by ALPN.
+        """
+        self._servers[protocols] = _server_context(self.files, protocols)
+        context = _server_context(self.files, protocols)
         context.verify_mode = _ASKS[clients]
         # Without a name in the client's hello, OpenSSL calls this too.
-        context.sni_callback = self._renew
+        context.sni_callback = partial(self._renew, protocols)
         return context
 
     @property
@@ -126,9 +135,16 @@ class Tls:
         remedy = "set --tls-ca to the certificate of the authority that signed it"
         return ServerTrust(self.client, remedy, str(self.files.cert), plain=False)
 
-    def _renew(self, made: ssl.SSLSocket | ssl.SSLObject, name: str, old: ssl.SSLContext) -> None:
+    def _renew(
+        self,
+        protocols: tuple[str, ...],
+        made: ssl.SSLSocket | ssl.SSLObject,
+        name: str,
+        old: ssl.SSLContext,
+    ) -> None:
         """Give the newest certificates to a handshake; what it asks clients for stays."""
-        made.context = self.server()
+        self._look()
+        made.context = self._servers[protocols]
 
     def _look(self) -> None:
         """Read the files again if they have changed; at most once a second, in one thread."""
@@ -141,7 +157,7 @@ class Tls:
                 return
             self._stamps = stamps
             client = _client_context(self.files)
-            self._server = _server_context(self.files)
+            self._servers = {it: _server_context(self.files, it) for it in self._servers}
             self._client = client
             log.info("TLS: new connections use the new %s", self.files.cert)
         except ConfigError as error:
@@ -181,10 +197,12 @@ def _client_context(files: TlsFiles) -> ssl.SSLContext:
     return context
 
 
-def _server_context(files: TlsFiles) -> ssl.SSLContext:
+def _server_context(files: TlsFiles, protocols: tuple[str, ...] = _ANY_PROTOCOL) -> ssl.SSLContext:
     """A context that accepts certificates of the authority only. Raises ConfigError."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
+    if protocols:
+        context.set_alpn_protocols([*protocols])
     _load(context, files)
     if files.ca is not None:
         with _reading(files.ca, "tls_ca"):
