@@ -154,7 +154,9 @@ class WorkerApp:
         """The generation with its text; it ends early at a stop string."""
         text = None
         if self._tokenizer is not None:
-            text = TextStream(Detokenizer(self._tokenizer, at_start=False), job.stopping.stop)
+            stops = job.stopping
+            detokenizer = Detokenizer(self._tokenizer, at_start=False)
+            text = TextStream(detokenizer, stops.stop, stops.min_tokens)
         reason = "abort"
         try:
             async with aclosing(self._runner.generate(job)) as pieces:

@@ -14,7 +14,7 @@ from msgspec import UNSET, UnsetType
 
 from moonserve.core.errors import MoonserveError
 from moonserve.core.kv.keys import chain_keys, tail_key
-from moonserve.core.request import Finish, Sampling, Stopping
+from moonserve.core.request import Finish, Sampling, Stopping, TokenLogprobs
 from moonserve.core.schedule.record import DecodeTimes, PrefillTimes
 from moonserve.core.shares import Party
 from moonserve.core.units import BlockKey, LeaseId, Micros, RequestId, SegmentId, Tokens
@@ -77,6 +77,8 @@ class Piece(msgspec.Struct, frozen=True):
     """On the last piece of a prefill that leaves its KV in the store."""
     entry: DecodeTimes | UnsetType = UNSET
     """On the first token that a decode which takes KV has made itself."""
+    logprobs: TokenLogprobs | None = None
+    """If the job wants them, and the token was sampled here."""
 
 
 class PromptKeys(msgspec.Struct, frozen=True):

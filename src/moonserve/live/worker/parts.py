@@ -288,7 +288,9 @@ class Parts:
         self._kv.publish(active, chunk, token)
         finish = finish_of(token, 1, job.stopping, bench.shape.eos_token_ids)
         # A token that is sampled amid a prompt has no meaning, and ends nothing.
-        return Piece(token, Finish("length") if it.part.followed else finish, active.cached)
+        logprobs = None if result.logprobs is None else result.logprobs.get(job.request)
+        ended = Finish("length") if it.part.followed else finish
+        return Piece(token, ended, active.cached, logprobs=logprobs)
 
     async def _load(self, active: ActiveJob) -> Tokens:
         """Load what the store has for the first part; returns the tokens it need not compute."""

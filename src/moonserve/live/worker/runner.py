@@ -15,6 +15,7 @@ import msgspec
 
 from moonserve.core.engine.batch import Batch, Pass, Progress
 from moonserve.core.errors import DeadlineExceeded, EngineFailed, MoonserveError
+from moonserve.core.request import TokenLogprobs
 from moonserve.core.schedule.facts import InstanceLoad, PassSample
 from moonserve.core.shares import extended
 from moonserve.core.units import BlockKey, LeaseId, RequestId
@@ -231,9 +232,12 @@ class Runner:
             if active.timed:
                 active.computed_us += result.elapsed_us
                 active.passed_us = self._bench.clock.now_us()
-            self._deliver(active, progress)
+            logprobs = None if result.logprobs is None else result.logprobs.get(progress.request)
+            self._deliver(active, progress, logprobs)
 
-    def _deliver(self, active: ActiveJob, progress: Progress) -> None:
+    def _deliver(
+        self, active: ActiveJob, progress: Progress, logprobs: TokenLogprobs | None
+    ) -> None:
         """Send the job the token of a pass. A prefill's last token waits until no put is left."""
         job = active.job
         computed = min(progress.computed_after, len(job.prompt)) - progress.computed_before
@@ -242,7 +246,7 @@ class Runner:
         if progress.token is None:
             return
         active.made.append(progress.token)
-        piece = Piece(progress.token, progress.finish, active.cached)
+        piece = Piece(progress.token, progress.finish, active.cached, logprobs=logprobs)
         if active.timed and not job.send_kv:
             active.timed = False
             piece = msgspec.structs.replace(piece, entry=active.entry())
