@@ -235,12 +235,13 @@ def front_of(
     access: Access,
     orders: OrderedBy,
     sampling: Callable[[], SamplingRule | None],
+    shared: bool = False,
 ) -> ClientSide:
     """OpenAI's API over the instances of the Conductor, or a picker if the settings have its port.
 
     They are workers, which serve the model of `text`, or the external engines of `fleet`. orders:
     of the Conductor, for workers. sampling: which requests have spans, as the Conductor's process
-    says.
+    says. shared: other processes listen at the same ports.
     """
     limits = Limits(
         max_in_flight=config.max_in_flight,
@@ -260,7 +261,7 @@ def front_of(
         call_limits = CallLimits(config.prefill_timeout_s, token_s=config.token_timeout_s)
         engines = EngineText(conductor, fleet, fleet, http, limits, call_limits, sampling)
         if config.picker_port is not None:
-            return _picker(config, config.picker_port, engines, health, access)
+            return _picker(config, config.picker_port, engines, health, access, shared)
         return _front(engines, health, access)
     if config.picker_port is not None:
         raise ConfigError(
@@ -276,7 +277,12 @@ def front_of(
 
 
 def _picker(
-    config: GatewayConfig, port: int, engines: EngineText, health: Health, access: Access
+    config: GatewayConfig,
+    port: int,
+    engines: EngineText,
+    health: Health,
+    access: Access,
+    shared: bool,
 ) -> ClientSide:
     """The endpoint picker for these engines. Raises ConfigError: its packages are missing."""
     try:
@@ -297,6 +303,7 @@ def _picker(
                 streams=config.max_in_flight,
                 tls=config.tls,
                 client_auth=config.tls_client_auth,
+                shared_s=config.drain_s if shared else None,
             )
         ]
 
@@ -308,6 +315,8 @@ def _picker(
         within_s=config.prefill_timeout_s,
         objectives=config.objectives,
         salted=access.salted,
+        guard=access.guard if config.keys else None,
+        meter=access.meter,
     )
 
 
