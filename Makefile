@@ -127,7 +127,7 @@ $(DEPLOY): requirements/deploy.lock tests/deploy/package-lock.json
 	rm -r $(DEPLOY_VENV)/layer
 	@touch $@
 
-test-deploy: needs-test-deploy $(DEV) model $(DEPLOY) ## what stands in deploy/, by helm, kubectl, hadolint and others: 300 MB, two minutes
+test-deploy: needs-test-deploy $(DEV) model $(DEPLOY) ## what stands in deploy/, by helm, kubectl, hadolint and others: 600 MB, three minutes
 	PATH="$(abspath $(DEPLOY_VENV))/bin:$$PATH" $(abspath $(PY)) -m pytest tests/deploy $(ARGS)
 
 test-slow: $(DEV) model ## what takes minutes
