@@ -41,6 +41,7 @@ class PickerSite(Site):
         objectives: Mapping[str, int] | None = None,
         streams: int = 64,
         keys: Keys | None = None,
+        shared_s: float | None = None,
     ) -> None:
         super().__init__(tuning, SHORT)
         self.backend.limits = Limits(max_in_flight=streams)
@@ -48,7 +49,14 @@ class PickerSite(Site):
 
         def parts(front: PickerFront) -> Sequence[ProcessPart]:
             self.server = PickerServer(
-                front, "127.0.0.1", 0, most=MOST, streams=streams, tls=None, client_auth="none"
+                front,
+                "127.0.0.1",
+                0,
+                most=MOST,
+                streams=streams,
+                tls=None,
+                client_auth="none",
+                shared_s=shared_s,
             )
             return [self.server]
 
