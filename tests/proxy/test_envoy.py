@@ -234,8 +234,8 @@ def test_a_client_that_leaves_ends_its_call(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("shared_s", [None, 1.0], ids=["alone", "shared port"])
 def test_many_streams_at_once(tmp_path: Path, shared_s: float | None) -> None:
-    """Every one of them is whole, none gets a 5xx, and the engines share them. Where pickers share a
-    port, Envoy opens connections enough for all of them."""
+    """Every one of them is whole, none gets a 5xx, and the engines share them. Where pickers share
+    a port, Envoy opens connections enough for all of them."""
 
     async def use(via: Proxied) -> None:
         async def one(number: int) -> int:
