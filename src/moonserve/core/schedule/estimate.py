@@ -559,7 +559,7 @@ def _first(decodes: Decodes, room: Tokens, home: InstanceView | None) -> Instanc
 
 def roomy_decode(
     first: InstanceView,
-    decodes: Decodes,
+    decodes: Decodes | None,
     context: Tokens,
     goal_us: Micros | None,
     load: DecodeLoad,
@@ -568,13 +568,14 @@ def roomy_decode(
     """`first`, if it meets every objective at `ends_us`; and the TBTs found there.
 
     Else the first of three others that does: those with KV room and the lowest TBT by the promised
-    decodes. Else `first`. If no request has an objective, nothing is forecast.
+    decodes. Else `first`. If no request has an objective, nothing is forecast. decodes: None: there
+    are no others.
     """
     if goal_us is None and first.strictest_us() is None:
         tbt_us = first.tbt_us(context)
         return first, tbt_us, tbt_us
     found = load.tbt_us(first, ends_us)
-    if meets_goals(first, found[1], goal_us):
+    if decodes is None or meets_goals(first, found[1], goal_us):
         return first, *found
     for view in _least_loaded(decodes, context, first):
         other = load.tbt_us(view, ends_us)
