@@ -162,24 +162,22 @@ def _choose_prefill(field: _Field, policy: Policy, state: PolicyState, now_us: M
     estimate = field.estimate
     prefills = field.prefills
     if policy.prunes:
-        views = search.likely(estimate, prefills, now_us)
+        options = search.likely(estimate, prefills, now_us)
     else:
-        views = prefills.all()
-    options = estimate.options(views, now_us)
+        options = estimate.options(prefills.all(), now_us)
     scores = policy.score(options, state)
     row = _best(options, scores, policy, estimate.cut(), field.held)
     if policy.times and prefills.bounded:
         others = _roomy(options, row, policy, prefills, field.held)
         if others:
-            if len(views) < prefills.taking:
-                best = views[row]
-                views = sorted({*views, *others}, key=prefills.rows.__getitem__)
+            if len(options.views) < prefills.taking:
+                best = options.views[row]
+                views = sorted({*options.views, *others}, key=prefills.rows.__getitem__)
                 options = estimate.options(views, now_us)
                 scores = policy.score(options, state)
                 row = views.index(best)
             row = _sparing(options, scores, policy, row, others, field.held)
-    ttft_us = options.transfer_us[row] + options.queue_us[row] + options.compute_us[row]
-    return _Prefill(options, scores, row, views[row], ttft_us)
+    return _Prefill(options, scores, row, options.views[row], options.ttft_us[row])
 
 
 def _best(options: Options, scores: Sequence[float], policy: Policy, cut: int, held: Held) -> int:
