@@ -435,8 +435,6 @@ def source(match: Match, own: SegmentId | None) -> SegmentId | None:
 
 
 _ORDER = attrgetter("order")
-_PROBED = 8
-"""Decode instances, the first by load, that bound the lowest TBT."""
 _ANY: Tokens = -(1 << 60)
 """Less than any room."""
 _TRIED = 4
@@ -510,7 +508,7 @@ def _lowest(
     instance: the first by `order`; of equal ones `home`.
 
     The first one of all is it, if its TBT is surely low enough. Else those are looked at whose load
-    allows for such a TBT, in one loop without calls.
+    allows for such a TBT, the lowest loads first.
     """
     room = context
     first = _first(decodes, room, home)
@@ -522,15 +520,24 @@ def _lowest(
     loads = decodes.load.entries
     if first_us <= decodes.least_us(loads[0], context) * (1 + decodes.least_error):
         return first_us, first
-    some = _able(decodes, decodes.load.rows(_PROBED), room)
-    low_us = min([first_us, *decodes.tbts_us(some, context)])
-    most_us = min(first_us, low_us * (1 + decodes.most_error))
-    rows = decodes.load.rows(decodes.until(most_us, context))
-    pairs = zip(rows, decodes.tbts_us(rows, context), strict=True)
-    rows = _able(decodes, [row for row, us in pairs if us <= most_us], room)
-    tbts_us = decodes.tbts_us(rows, context)
     views = decodes.views
-    low_us = min([first_us, *tbts_us])
+    takes = decodes.takes
+    low_us = first_us
+    beyond = decodes.beyond(first_us, context)
+    rows: list[int] = []
+    tbts_us: list[Micros] = []
+    for entry in loads:
+        if entry >= beyond:
+            break
+        row = row_of(entry)
+        if takes[row] and views[row].room_tokens >= room:
+            us = decodes.tbt_us(row, context)
+            rows.append(row)
+            tbts_us.append(us)
+            if us < low_us:
+                low_us = us
+                most_us = min(first_us, low_us * (1 + decodes.most_error))
+                beyond = decodes.beyond(most_us, context)
     lowest = first
     if low_us in tbts_us:  # of equal ones the first, as which `home` counts
         at = [row for row, us in zip(rows, tbts_us, strict=True) if us == low_us]
@@ -546,13 +553,6 @@ def _lowest(
         if views[row] is home and home.order == views[best].order:
             best = row
     return tbts_us[rows.index(best)], views[best]
-
-
-def _able(decodes: Decodes, rows: Sequence[int], room: Tokens) -> list[int]:
-    """Those of these rows that take the request and have this much room."""
-    takes = decodes.takes
-    views = decodes.views
-    return [row for row in rows if takes[row] and views[row].room_tokens >= room]
 
 
 def _first(decodes: Decodes, room: Tokens, home: InstanceView | None) -> InstanceView | None:
