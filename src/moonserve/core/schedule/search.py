@@ -23,7 +23,7 @@ LOOKED = 16
 of the longest runs."""
 SHOWN = 8
 """Of those that were priced so many are kept to be shown, beside those that are compared."""
-FEW = 16
+FEW = 64
 """Of so many instances all are priced."""
 _WINDOW = 48
 """Instances of which some may tie: if there are more, ties are sought by `order`."""
