@@ -21,6 +21,10 @@ class Shaping(msgspec.Struct, frozen=True):
     barred_until: Tokens = 0
     logprobs: int | None = None
     """How many of the likeliest tokens are reported with each token; None: nothing is reported."""
+    schema: str = ""
+    """JSON schema that the text follows; empty: the text is free."""
+    allowed: bytes = b""
+    """For one pass: a bit for each token that may be sampled, the lowest id first; empty: all."""
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True):

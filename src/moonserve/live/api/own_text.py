@@ -7,6 +7,7 @@ tokens of ports.Serving into text. No state of a request is kept after its end.
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -46,6 +47,7 @@ from moonserve.live.openai.tokenizing import (
 )
 from moonserve.live.openai.trace_context import SamplingRule, begin_trace
 from moonserve.live.ports import ModelCard, Serving
+from moonserve.live.text.grammar import check_schema
 from moonserve.live.text.tools import TextTools
 
 _Fields: TypeAlias = openai.ChatRequest | openai.CompletionRequest
@@ -257,6 +259,8 @@ class OwnText:
         sampling = openai.sampling(fields, secrets.randbits(63))
         shaping = openai.shaping(fields, tools.vocab_size)
         if shaping is not None:
+            if shaping.schema:
+                await asyncio.to_thread(check_schema, shaping.schema)
             sampling = msgspec.structs.replace(sampling, shaping=shaping)
         return Request(
             id=limiter.named(given, given in self._live),

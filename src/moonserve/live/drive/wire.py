@@ -77,13 +77,15 @@ def completion_body(
         body["stop"] = request.stopping.stop
     if request.stopping.stop_token_ids:
         body["stop_token_ids"] = request.stopping.stop_token_ids
-    if request.stopping.min_tokens:
-        body["min_tokens"] = request.stopping.min_tokens
-        body["generated_tokens"] = max(0, len(tokens) - request.length)
     shaping = request.sampling.shaping
     if shaping is not None:
         body["logit_bias"] = dict(shaping.bias)
         body["logprobs"] = shaping.logprobs
+        if shaping.schema:
+            body["structured_outputs"] = {"json": msgspec.Raw(shaping.schema.encode())}
+    if request.stopping.min_tokens or shaping is not None:
+        body["min_tokens"] = request.stopping.min_tokens
+        body["generated_tokens"] = max(0, len(tokens) - request.length)
     return _encoder.encode(body)
 
 

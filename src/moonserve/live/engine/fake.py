@@ -147,6 +147,9 @@ class FakeEngine:
         barred = {token for token, added in shaping.bias if added < 0}
         if position < shaping.barred_until:
             barred.update(shaping.barred)
+        if shaping.allowed:
+            allowed = _set_bits(shaping.allowed)
+            return allowed[(digest >> 16) % len(allowed)]
         eos = self.shape.eos_token_ids[0]
         if self._eos_one_in is not None and digest % self._eos_one_in == 0 and eos not in barred:
             return eos
@@ -170,6 +173,10 @@ class FakeEngine:
         first = -(token % 64) / 64
         top = [((token + at) % self.shape.vocab_size, first - at) for at in range(most)]
         return TokenLogprobs(first, tuple(top))
+
+
+def _set_bits(mask: bytes) -> list[int]:
+    return [id for id in range(8 * len(mask)) if mask[id // 8] >> id % 8 & 1]
 
 
 def _slot(token: int, position: int) -> bytes:

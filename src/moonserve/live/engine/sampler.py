@@ -43,6 +43,12 @@ def shape(logits: Tensor, wanted: Sequence[tuple[Sampling, int]]) -> dict[int, t
             logits[row, list(ids)] += torch.tensor(added, dtype=logits.dtype)
         if shaping.barred and position < shaping.barred_until:
             logits[row, list(shaping.barred)] = -math.inf
+        if shaping.allowed:
+            bits = np.unpackbits(np.frombuffer(shaping.allowed, np.uint8), bitorder="little")
+            allowed = np.zeros(logits.shape[1], bool)  # ids of padding have no bit
+            count = min(len(bits), len(allowed))
+            allowed[:count] = bits[:count]
+            logits[row, torch.from_numpy(~allowed)] = -math.inf
     return plain
 
 

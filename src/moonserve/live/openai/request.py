@@ -28,6 +28,7 @@ from moonserve.core.errors import BadRequest
 from moonserve.core.request import Sampling, Shaping, Stopping
 from moonserve.core.units import Bytes, Tokens, whole_number
 from moonserve.live.http.message import COUNT_TOKENS, MESSAGES, decode_json
+from moonserve.live.text.grammar import ANY_OBJECT
 
 Form: TypeAlias = Literal[
     "chat",
@@ -71,6 +72,7 @@ _STOP_BYTES = 256 << 10
 """More JSON than the longest allowed `stop` has, also where every character is escaped."""
 _STOP_IDS_BYTES = 8 << 10
 _BIAS_BYTES = 64 << 10
+_SCHEMA_BYTES = 64 << 10
 _NOTHING_BYTES = 256
 """More JSON than any value has that asks for nothing."""
 _OPENED = 2
@@ -81,6 +83,7 @@ _LONG_FIELDS = (
     ("stop", _STOP_BYTES),
     ("stop_token_ids", _STOP_IDS_BYTES),
     ("logit_bias", _BIAS_BYTES),
+    ("response_format", _SCHEMA_BYTES),
 )
 _FIRST_ITEM = re.compile(rb"\[[ \t\r\n]*(.)", re.DOTALL)
 _NO_CALLS: tuple[object, ...] = ([], {}, "", False, 0)
@@ -99,7 +102,6 @@ _UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
     "tool_choice": ("none", "auto"),
     "functions": ([],),
     "function_call": ("none", "auto"),
-    "response_format": ({"type": "text"},),
     "guided_json": (),
     "guided_regex": (),
     "structured_outputs": (),
@@ -193,12 +195,28 @@ class _Common(msgspec.Struct, kw_only=True):
     cache_salt: str | None = None
 
 
+class NamedSchema(msgspec.Struct):
+    """A JSON schema with a name, which changes nothing."""
+
+    schema: msgspec.Raw
+    name: str | None = None
+    strict: bool | None = None
+
+
+class ResponseFormat(msgspec.Struct):
+    """What the text must be."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: NamedSchema | None = None
+
+
 class GenerationRequest(_Common, kw_only=True):
     """The fields that all generations have besides their model and prompt."""
 
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
     logit_bias: dict[str, float] | None = None
+    response_format: ResponseFormat | None = None
 
 
 class ChatRequest(GenerationRequest, kw_only=True):
@@ -242,7 +260,6 @@ class _Unserved(_Common, kw_only=True):
     tool_choice: msgspec.Raw = UNTOUCHED
     functions: msgspec.Raw = UNTOUCHED
     function_call: msgspec.Raw = UNTOUCHED
-    response_format: msgspec.Raw = UNTOUCHED
     guided_json: msgspec.Raw = UNTOUCHED
     guided_regex: msgspec.Raw = UNTOUCHED
     structured_outputs: msgspec.Raw = UNTOUCHED
@@ -258,6 +275,7 @@ class _Unserved(_Common, kw_only=True):
     stop: msgspec.Raw = UNTOUCHED
     stop_token_ids: msgspec.Raw = UNTOUCHED
     logit_bias: msgspec.Raw = UNTOUCHED
+    response_format: msgspec.Raw = UNTOUCHED
 
 
 class _ChatBody(_Unserved, kw_only=True):
@@ -280,6 +298,7 @@ class _Stops(msgspec.Struct):
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
     logit_bias: dict[str, float] | None = None
+    response_format: ResponseFormat | None = None
 
 
 class _Sequences(msgspec.Struct):
@@ -323,6 +342,7 @@ def parse_chat(body: bytes, max_messages: int) -> ChatRequest:
         stop=stops.stop,
         stop_token_ids=stops.stop_token_ids,
         logit_bias=stops.logit_bias,
+        response_format=stops.response_format,
         **_common(sent),
     )
     check(request)
@@ -349,6 +369,7 @@ def parse_completion(body: bytes, max_ids: Tokens) -> CompletionRequest:
         stop=stops.stop,
         stop_token_ids=stops.stop_token_ids,
         logit_bias=stops.logit_bias,
+        response_format=stops.response_format,
         **_common(sent),
     )
     check(request)
@@ -440,9 +461,25 @@ def most_logprobs(request: ChatRequest | CompletionRequest) -> int | None:
 def shaping(request: ChatRequest | CompletionRequest, vocab_size: int) -> Shaping | None:
     """What it wants of the logits; None: nothing. Raises BadRequest for an unknown token."""
     most = most_logprobs(request)
-    if not request.logit_bias and most is None:
+    schema = json_schema(request)
+    if not request.logit_bias and most is None and not schema:
         return None
-    return Shaping(token_biases(request, vocab_size), logprobs=most)
+    return Shaping(token_biases(request, vocab_size), logprobs=most, schema=schema)
+
+
+def json_schema(request: GenerationRequest) -> str:
+    """The JSON schema that the text must follow; empty: it is free. Raises BadRequest."""
+    wanted = request.response_format
+    if wanted is None or wanted.type == "text":
+        return ""
+    for name, given in (("ignore_eos", request.ignore_eos), ("min_tokens", request.min_tokens)):
+        if given:
+            raise BadRequest(f"{name}: cannot be kept with response_format; leave it out", name)
+    if wanted.type == "json_object":
+        return ANY_OBJECT
+    if wanted.json_schema is None:
+        raise BadRequest("response_format.json_schema: is missing", "response_format.json_schema")
+    return bytes(wanted.json_schema.schema).decode()
 
 
 def token_biases(request: GenerationRequest, vocab_size: int) -> tuple[tuple[int, float], ...]:

@@ -274,7 +274,7 @@ class Parts:
             progress.loaded(active.cached // bench.shape.block_size)
         await progress.until(lambda: progress.here[0] >= progress.first, "the part before")
         start = progress.first * bench.shape.block_size
-        chunk = Chunk(job.request, job.prompt[start:], start, active.blocks, job.sampling)
+        chunk = Chunk(job.request, job.prompt[start:], start, active.blocks, active.next_sampling())
         self._kv.before_pass(job, chunk)
         work = Pass((chunk,))
         began_us = bench.clock.now_us()

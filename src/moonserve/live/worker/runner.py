@@ -20,6 +20,7 @@ from moonserve.core.schedule.facts import InstanceLoad, PassSample
 from moonserve.core.shares import extended
 from moonserve.core.units import BlockKey, LeaseId, RequestId
 from moonserve.live.ports import KVStore
+from moonserve.live.text.grammar import Grammar
 from moonserve.live.worker.intake import Intake
 from moonserve.live.worker.job import ActiveJob, Job, Ledger, Piece, PromptKeys
 from moonserve.live.worker.kv import OnPut, WorkerKV
@@ -53,18 +54,24 @@ class Runner:
         """Parts of prompts; None where there is no store."""
         self._active: dict[RequestId, ActiveJob] = {}
         self._counted_preemptions = 0
+        self._with_grammar = 0
+        """Active jobs that have a grammar."""
         self._closing = False
         bench.broken.add_done_callback(self._break)
         self._loop_task = asyncio.create_task(self._loop())
         self._loop_task.add_done_callback(bench.check)
 
-    async def generate(self, job: Job) -> AsyncGenerator[Piece, None]:
+    async def generate(
+        self, job: Job, grammar: Grammar | None = None
+    ) -> AsyncGenerator[Piece, None]:
         """Serve one job, token by token. Closing the iterator early cancels it.
+
+        grammar: what its text must be, after the tokens that it has already; None: it is free.
 
         Raises BadRequest (it never fits) and Overloaded before the first piece; EngineFailed and
         DeadlineExceeded at any time.
         """
-        active = self._submit(job)
+        active = self._submit(job, grammar)
         try:
             while True:
                 piece = await self._next(active)
@@ -141,7 +148,7 @@ class Runner:
 
     # Jobs in and out.
 
-    def _submit(self, job: Job) -> ActiveJob:
+    def _submit(self, job: Job, grammar: Grammar | None) -> ActiveJob:
         if self.failure is not None:
             raise self.failure
         if self._closing:
@@ -158,7 +165,8 @@ class Runner:
             wanted = keys.wanted(job, size)
             if wanted or job.send_kv:
                 self._kv.take_lease(job)
-        active = ActiveJob(job, keys, wanted, self._bench.clock.now_us())
+        active = ActiveJob(job, keys, wanted, self._bench.clock.now_us(), grammar)
+        self._with_grammar += grammar is not None
         self._active[job.request] = active
         self._intake.count(job)
         self._bench.metrics.arrived(len(job.prompt))
@@ -183,6 +191,7 @@ class Runner:
         """Let go of all that a job holds, wherever it is. Once per job."""
         job = active.job
         del self._active[job.request]
+        self._with_grammar -= active.grammar is not None
         active.ended = True
         self._intake.drop(active)
         if self.parts is not None and job.part is not None:
@@ -215,7 +224,8 @@ class Runner:
             for chunk in work.chunks:
                 self._kv.before_pass(self._active[chunk.request].job, chunk)
         try:
-            result = await self._bench.passes.run(work)
+            masked = self._masked(work) if self._with_grammar else work
+            result = await self._bench.passes.run(masked)
         except EngineFailed as error:
             if self._bench.passes.hung:
                 raise
@@ -235,6 +245,19 @@ class Runner:
             logprobs = None if result.logprobs is None else result.logprobs.get(progress.request)
             self._deliver(active, progress, logprobs)
 
+    def _masked(self, work: Pass) -> Pass:
+        """The pass, in which grammars say what may be sampled. A job ends if its grammar fails."""
+        chunks = []
+        for chunk in work.chunks:
+            active = self._active[chunk.request]
+            if chunk.sampling is not None and active.grammar is not None:
+                try:
+                    chunk = msgspec.structs.replace(chunk, sampling=active.next_sampling())
+                except EngineFailed as error:
+                    self._bench.emit(active, error)
+            chunks.append(chunk)
+        return Pass(tuple(chunks))
+
     def _deliver(
         self, active: ActiveJob, progress: Progress, logprobs: TokenLogprobs | None
     ) -> None:
@@ -245,6 +268,12 @@ class Runner:
             self._bench.metrics.prompt_computed(computed)
         if progress.token is None:
             return
+        if active.grammar is not None:
+            try:
+                active.grammar.take([progress.token])
+            except EngineFailed as error:
+                self._bench.emit(active, error)
+                return
         active.made.append(progress.token)
         piece = Piece(progress.token, progress.finish, active.cached, logprobs=logprobs)
         if active.timed and not job.send_kv:

@@ -72,6 +72,12 @@ class PartBody(msgspec.Struct, frozen=True):
     lease: _Name
 
 
+class StructuredOutputs(msgspec.Struct, frozen=True):
+    """vLLM's field for what the text must be."""
+
+    json: msgspec.Raw
+
+
 class CompletionBody(GenerationRequest, kw_only=True):
     """The body of POST /v1/completions; other fields are ignored, as vLLM does.
 
@@ -88,6 +94,7 @@ class CompletionBody(GenerationRequest, kw_only=True):
     n: Annotated[int, msgspec.Meta(ge=1, le=1)] = 1
     logprobs: Annotated[int, msgspec.Meta(ge=0, le=MOST_LOGPROBS)] | None = None
     min_tokens: _Count = 0
+    structured_outputs: StructuredOutputs | None = None
     generated_tokens: _Count = 0
     """How many of the prompt's last tokens other calls have generated for this request."""
     cache_salt: _Salt | None = None
@@ -181,7 +188,8 @@ def _sampling(body: CompletionBody, stop: Stopping, length: Tokens, shape: Engin
     """How to sample, with what the body wants of the logits."""
     how = sampling(body, secrets.randbits(32))
     bias = token_biases(body, shape.vocab_size)
-    if not bias and not stop.min_tokens and body.logprobs is None:
+    schema = "" if body.structured_outputs is None else _schema(body.structured_outputs)
+    if not bias and not stop.min_tokens and body.logprobs is None and not schema:
         return how
     ends = () if stop.ignore_eos else shape.eos_token_ids
     shaping = Shaping(
@@ -189,8 +197,19 @@ def _sampling(body: CompletionBody, stop: Stopping, length: Tokens, shape: Engin
         tuple(it for it in {*ends, *stop.stop_token_ids} if it < shape.vocab_size),
         length + stop.min_tokens,
         body.logprobs,
+        schema,
     )
     return msgspec.structs.replace(how, shaping=shaping)
+
+
+def _schema(wanted: StructuredOutputs) -> str:
+    return bytes(wanted.json).decode()
+
+
+def generated_before(body: CompletionBody, job: Job) -> tuple[int, ...]:
+    """The tokens of a job that other calls have generated: its text so far."""
+    before = job.prompt[len(job.prompt) - min(len(job.prompt), body.generated_tokens) :]
+    return before if job.first_token is None else (*before, job.first_token)
 
 
 def _check_part(part: PromptPart, send_kv: bool, length: Tokens, shape: EngineShape) -> None:
