@@ -50,7 +50,7 @@ async def one(site: Site, rng: Random, number: int) -> str:
 
 async def streamed(site: Site, body: dict[str, Any], right: list[str]) -> str:
     """Stream a request and judge its events; returns how it ended."""
-    raw, words, failed = msgspec.json.encode(body), [], False
+    raw, words, failed = msgspec.json.encode(body), "", False
     async with site.http.stream(
         "POST", site.url + "/v1/completions", body=raw, timeout_s=20, idle_timeout_s=20
     ) as reply:
@@ -61,9 +61,12 @@ async def streamed(site: Site, body: dict[str, Any], right: list[str]) -> str:
             assert not failed, "an error event is the last"
             event = msgspec.json.decode(data)
             failed = "error" in event
-            words += [choice["text"] for choice in event.get("choices", [])]
-    assert words == right[: len(words)]
-    assert failed or len(words) == len(right)
+            for choice in event.get("choices", []):
+                words += choice["text"]
+                # streams of engines whose tokens are not known pass as they are
+                failed = failed or choice["finish_reason"] == "abort"
+    assert "".join(right).startswith(words)
+    assert failed or words == "".join(right)
     return "cut" if failed else "whole"
 
 
@@ -72,7 +75,7 @@ async def trouble(site: Site, rng: Random, engines: list[FakeVllm], calm: asynci
     while not calm.is_set():
         await asyncio.sleep(rng.uniform(0.0, 0.04))
         engine = rng.choice(engines)
-        match rng.randrange(9):
+        match rng.randrange(11):
             case 0:
                 engine.statuses.append(rng.choice([500, 503, 429]))
             case 1:
@@ -93,6 +96,10 @@ async def trouble(site: Site, rng: Random, engines: list[FakeVllm], calm: asynci
                 rejoin(site, engines)
             case 8:
                 engine.error_after = rng.choice([None, None, 0, 3])
+            case 9:
+                engine.abort_after = rng.choice([None, None, 1])
+            case 10:
+                engine.together = rng.choice([1, 1, 2, 3])
 
 
 def rejoin(site: Site, engines: list[FakeVllm]) -> None:
@@ -109,6 +116,7 @@ def test_faults(connector: Any, seed: int) -> None:
 
     async def main() -> None:
         rng, site = Random(seed), Site(Tuning(patience_us=300_000), LIMITS)
+        site.version = "0.32.0"
         await site.start()
         try:
             for name in ("p0", "p1", "d0", "d1"):
@@ -131,7 +139,7 @@ def test_faults(connector: Any, seed: int) -> None:
             for engine in engines:
                 engine.statuses.clear()
                 engine.delay_s, engine.cut_after, engine.token_s = 0.0, None, 0.0
-                engine.lost_handovers, engine.error_after = 0, None
+                engine.lost_handovers, engine.error_after, engine.abort_after = 0, None, None
             rejoin(site, engines)
             await site.settled()
             calm = [one(site, Random(seed), 1_000 + number) for number in range(10)]

@@ -43,6 +43,7 @@ SMALL = (
     (search, "LOOKED", 3),
     (search, "_WINDOW", 6),
     (estimate, "HOLDERS", 3),
+    (estimate, "_PROBED", 1),
 )
 
 

@@ -120,6 +120,8 @@ class Site:
         )
         self.front = Front(self.backend)
         self.engines: dict[str, FakeVllm] = {}
+        self.version = ""
+        """What engines that are added report; empty: nothing."""
         self._server: Server | None = None
 
     async def start(self) -> None:
@@ -154,6 +156,7 @@ class Site:
             dp_size=engine.dp_size,
         )
         member = Member(spec, self.http)
+        member.version = self.version
         for rank, instance in enumerate(spec.ids()):
             self.fleet.members[instance] = member
             self.join(
@@ -263,10 +266,17 @@ def run(
     *pools: tuple[str, Role, Connector],
     tuning: Tuning | None = None,
     limits: CallLimits = SHORT,
+    version: str = "",
 ) -> None:
-    """Run a test with a gateway and these engines; at its end nothing may be left."""
+    """Run a test with a gateway and these engines; at its end nothing may be left. version: that
+    the engines report."""
 
-    run_on(lambda: Site(tuning or Tuning(), limits), use, pools)
+    def make() -> Site:
+        site = Site(tuning or Tuning(), limits)
+        site.version = version
+        return site
+
+    run_on(make, use, pools)
 
 
 def run_on(

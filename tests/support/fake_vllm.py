@@ -2,7 +2,9 @@
 
 A `Fabric` is the network between engines, over which the NIXL, Mooncake and SGLang connectors hand
 KV on. Tokens are the bytes of the text. The generated words are a function of the prompt, so that
-all engines with the right KV give the same, and one with wrong KV does not.
+all engines with the right KV give the same, and one with wrong KV does not. Each word is a token,
+or two of which the first has no text, as a part of a character has none (`halves`). A prompt of
+token ids may end with words: then the engine goes on with them.
 
 Attributes such as `statuses`, `delay_s`, `cut_after` and `hold` make it fail; `calls` has the
 requests that it received.
@@ -13,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
+import sys
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -31,6 +34,18 @@ from tests.support.serving import ByteText
 LEASE_S = 30.0
 _HANG_S = 480.0
 _WORDS = ("sea", "wind", "salt", "star", "moon", "wave", "sail", "rope", "gull", "tide")
+
+
+_WORD, _HALF = 1_000, 2_000
+"""Ids of the words, and of their first halves, begin here."""
+_PART = "\N{REPLACEMENT CHARACTER}"
+"""What a tokenizer makes of a part of a character."""
+
+
+def text_of(ids: Sequence[int]) -> str:
+    """The text of generated tokens."""
+    said = ["" if it >= _HALF else f" {_WORDS[it - _WORD]}" for it in ids if it >= _WORD]
+    return "".join(said) + (_PART if ids and ids[-1] >= _HALF else "")
 
 
 def spoken(prompt: Sequence[int], count: int, choice: int = 0, kv: bytes = b"") -> list[str]:
@@ -135,6 +150,14 @@ class FakeVllm:
         """The connection of a stream is cut after this many tokens."""
         self.error_after: int | None = None
         """A stream sends an error event after this many tokens, and ends."""
+        self.abort_after: int | None = None
+        """It stops as vLLM does at SIGTERM: a stream ends with "abort" after this many words."""
+        self.halves = False
+        """Whether each word is two tokens, in two events."""
+        self.together = 1
+        """So many tokens come in one event."""
+        self.parsers = False
+        """Whether chats have parts that are no text, as with a reasoning parser."""
         self.hold: asyncio.Event | None = None
         """Every generation waits until it is set."""
         self.renews = True
@@ -248,7 +271,8 @@ class FakeVllm:
 
     async def _detokenize(self, request: HttpRequest) -> Response:
         tokens = msgspec.json.decode(await request.body())["tokens"]
-        return json_response({"prompt": bytes(tokens).decode()})
+        said = bytes(it for it in tokens if it < _WORD).decode(errors="replace")
+        return json_response({"prompt": said + text_of(tokens)})
 
     async def _render(self, request: HttpRequest) -> Response:
         raw = await request.body()
@@ -396,6 +420,14 @@ class _Job:
         self.max_tokens = asked or body.get("max_tokens") or 16
         self.params: dict[str, Any] = body.get("kv_transfer_params") or {}
         self.kv, self.cached = b"", 0
+        ids = [it for it in self.prompt if isinstance(it, int)]  # else it is a list of prompts
+        own = [it for it in ids if it < _WORD]
+        self.said = [it for it in ids if it >= _WORD]
+        """Tokens of the answer that the prompt has already."""
+        whole = sum(it < _HALF for it in self.said)
+        self.left = spoken(own, whole + self.max_tokens)[whole:]
+        self.torn = bool(self.said) and self.said[-1] >= _HALF
+        """Whether the prompt ends within a character: vLLM then repeats the prompt's text."""
         self._judge()
 
     def _judge(self) -> None:
@@ -486,11 +518,53 @@ class _Job:
 
     def words(self, choice: int) -> list[str]:
         """The words of one choice."""
+        if self.said and not self.kv:
+            return self.left[: self.max_tokens]
         return spoken(self.prompt, self.max_tokens, choice, self.kv)
 
-    def usage(self) -> dict[str, Any]:
-        """Usage as vLLM counts it."""
-        said = self.max_tokens * self.n
+    def tokens(self, choice: int) -> list[tuple[int, str]]:
+        """The tokens of one choice, each with the text that it completes."""
+        made: list[tuple[int, str]] = []
+        for word in self.words(choice):
+            number = _WORDS.index(word[1:])
+            if self.engine.halves and len(made) < self.max_tokens:
+                made.append((_HALF + number, ""))
+            made.append((_WORD + number, word))
+        if self.torn:
+            made[0] = (made[0][0], "the whole prompt, once more")
+        return made[: self.max_tokens]
+
+    def events(self, choice: int) -> list[tuple[list[int], str, str | None, str | None]]:
+        """The events of one choice: ids, text, finish_reason and stop_reason. As in vLLM, text
+        that may begin a stop string is held back."""
+        given = self.body.get("stop") or []
+        stops = [given] if isinstance(given, str) else given
+        hold = max(map(len, stops), default=1) - 1
+        made: list[tuple[list[int], str, str | None, str | None]] = []
+        tokens, size = self.tokens(choice), self.engine.together
+        said, sent = "", 0
+        for at in range(0, len(tokens), size):
+            ids: list[int] = []
+            finish: str | None = "length" if at + size >= len(tokens) else None
+            met: str | None = None
+            for number, text in tokens[at : at + size]:
+                ids.append(number)
+                said += text
+                found = [(said.find(it) + len(it), it) for it in stops if it in said]
+                if found:
+                    end, met = min(found)
+                    said, finish = said[: end - len(met)], "stop"
+                    break
+            until = len(said) if finish else max(sent, len(said) - hold)
+            made.append((ids, said[sent:until], finish, met))
+            sent = until
+            if met is not None:
+                break
+        return made
+
+    def usage(self, said: int | None = None) -> dict[str, Any]:
+        """Usage as vLLM counts it; said: tokens so far, None: all."""
+        said = self.max_tokens * self.n if said is None else said
         details = {"cached_tokens": self.cached, "created_cache_tokens": None}
         return {
             "prompt_tokens": len(self.prompt),
@@ -557,27 +631,48 @@ class _Job:
         def event(**fields: Any) -> bytes:
             return b"data: %b\n\n" % msgspec.json.encode({**head, **fields})
 
+        wants = bool(self.body.get("return_token_ids"))
         if self.chat:
             role = {"role": "assistant", "content": ""}
-            yield event(choices=[{"index": i, "delta": role} for i in range(self.n)])
-        for at in range(self.max_tokens):
+            ids = {"prompt_token_ids": self.prompt if wants else None}
+            for i in range(self.n):
+                yield event(choices=[{"index": i, "delta": role}], **ids)
+        made = [self.events(index) for index in range(self.n)]
+        told = 0
+        for at in range(len(made[0])):
             for index in range(self.n):
+                ids_now, word, finish, reason = made[index][at]
                 await asyncio.sleep(self.engine.token_s)
-                if self.engine.cut_after is not None and at >= self.engine.cut_after:
+                if self.engine.cut_after is not None and told >= self.engine.cut_after:
                     raise ConnectionResetError("cut as told")
-                if self.engine.error_after is not None and at >= self.engine.error_after:
+                if self.engine.error_after is not None and told >= self.engine.error_after:
                     error = {"message": "EngineCore died", "type": "InternalServerError"}
                     yield b"data: %b\n\n" % msgspec.json.encode({"error": error})
                     yield b"data: [DONE]\n\n"
                     return
-                word = self.words(index)[at]
+                aborts = self.engine.abort_after is not None and told >= self.engine.abort_after
+                if aborts:
+                    ids_now, word, finish, reason = [], "", "abort", None
                 said: dict[str, Any] = {"delta": {"content": word}} if self.chat else {}
+                if self.chat and self.engine.parsers and at == 0:
+                    said = {"delta": {"reasoning": word}}
                 said = said or {"text": word}
-                finish = "length" if at + 1 == self.max_tokens else None
                 end = {"logprobs": self.logprobs([word]), "finish_reason": finish}
-                yield event(choices=[{"index": index, **said, **end}])
+                if finish or not self.chat:
+                    end["stop_reason"] = reason
+                if not self.chat:
+                    end["prompt_token_ids"] = self.prompt if wants and at == 0 else None
+                end["token_ids"] = ids_now if wants else None
+                usage: dict[str, Any] = {}
+                if (self.body.get("stream_options") or {}).get("continuous_usage_stats"):
+                    usage = {"usage": self.usage(told + len(ids_now))}
+                yield event(choices=[{"index": index, **said, **end}], **usage)
+                if aborts:
+                    yield b"data: [DONE]\n\n"
+                    return
+            told += len(made[0][at][0])
         if (self.body.get("stream_options") or {}).get("include_usage"):
-            yield event(choices=[], usage=self.usage())
+            yield event(choices=[], usage=self.usage(told * self.n))
         yield b"data: [DONE]\n\n"
 
 
@@ -603,3 +698,13 @@ class _Stream:
         self._engine.aborted += not self._ended
         with contextlib.suppress(RuntimeError):
             await self._chunks.aclose()  # type: ignore[attr-defined]
+
+
+async def _serve(token_s: float) -> None:
+    engine = await FakeVllm(token_s=token_s).start()
+    print(engine.url, flush=True)
+    await asyncio.Event().wait()
+
+
+if __name__ == "__main__":  # a process of its own, which prints its URL; argv: seconds for a token
+    asyncio.run(_serve(float(sys.argv[1])))

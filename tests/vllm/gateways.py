@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -54,6 +55,12 @@ class Gateway:
             seen += reply.readline().startswith(b"data:")
         reply.close()
         connection.close()
+
+    def count(self, metric: str) -> float:
+        """One of its metrics that has no labels."""
+        with urllib.request.urlopen(self.url + "/metrics", timeout=5) as reply:
+            lines = reply.read().decode().splitlines()
+        return next(float(it.split()[1]) for it in lines if it.startswith(metric + " "))
 
     def idle(self) -> bool:
         """Whether its ledger is all zero."""

@@ -50,10 +50,11 @@ _UNUSUAL = 10.0
 left out: that request waited for something that the simulator has elsewhere, or not at all."""
 _MOST_ON_ONE = 16
 """Of more instances it is not asked whether they share the cores of one machine."""
-_PREFILL_SCALES = (1.0, 1e3, 1e6, 1e3, 1.0)
 _STEP_SCALES = (1.0, 10.0, 1e3)
 _ROUNDS = 3
 """The length of a step decides how many there were, and the other way round."""
+_LEAST_SHARE = 0.1
+"""Of the time of a pass that prefills and decodes, each is taken to need at least this share."""
 _LONG_US = 1e12
 _UNKNOWN_BYTES = 1_000
 """What a token of KV is taken to have if its instance does not report it."""
@@ -149,7 +150,6 @@ class _Together(msgspec.Struct, frozen=True):
     """Requests of one instance that shared passes, or one that had its own."""
 
     where: InstanceId
-    count: int
     first: int
     """The number of the first of them."""
     begin_us: float
@@ -209,13 +209,6 @@ class _Served(msgspec.Struct, frozen=True):
         )
 
     @property
-    def steps_us(self) -> Span:
-        """When it was in decode passes after its first token of decode."""
-        assert self.decoded_us is not None
-        _, last_us = self.decoded_us
-        return last_us - 1e3 * (self.stages.decode_ms or 0.0), last_us
-
-    @property
     def prompt(self) -> Tokens:
         """Tokens of its prompt."""
         return self.row.prompt_tokens or 0
@@ -245,32 +238,6 @@ def fit_profile(name: str, cluster: RecordedCluster, rows: Iterable[Explanation]
     return _Fit(served[-_MOST_ROWS:], instances).profile(name)
 
 
-class _Work:
-    """The prefills of one instance: when, and the features of each."""
-
-    def __init__(self, them: Sequence[tuple[Span, tuple[int, ...]]]) -> None:
-        self._begins, self._ends = np.array([span for span, _ in them]).T
-        self._features = np.array([features for _, features in them], np.float64)
-
-    def between(self, begin: float, end: float) -> list[float]:
-        """The sum of the features of what it prefilled in this time."""
-        shared = np.minimum(end, self._ends) - np.maximum(begin, self._begins)
-        shares = np.clip(shared / (self._ends - self._begins), 0.0, 1.0)
-        return [float(it) for it in shares @ self._features]
-
-
-def _work(served: Sequence[_Served], chunk: Tokens, has_parts: bool) -> dict[InstanceId, _Work]:
-    """has_parts: whether it is known when a prefill was computed; else when its token came."""
-    found: dict[InstanceId, list[tuple[Span, tuple[int, ...]]]] = {}
-    for one in served:
-        begin, end = one.computed_us
-        if one.row.prefill is not None and one.prompt > one.cached and end > begin:
-            span = (begin, end) if has_parts else (end - 1.0, end)
-            features = prefill_features(one.prompt, one.cached, chunk)
-            found.setdefault(one.row.prefill, []).append((span, features))
-    return {where: _Work(them) for where, them in found.items()}
-
-
 class _Fit:
     """One fit; see the module."""
 
@@ -289,15 +256,15 @@ class _Fit:
         self._decodes = _loads(_spans(served, lambda it: it.row.decode, _decoding))
         self._is_apart = {one.row.request for one in served if _is_apart(one, prefills)}
         self._has_parts = any(one.stages.compute_ms is not None for one in served)
-        self._work = _work(served, self._chunk, self._has_parts)
-        self._is_mixed = not self._work.keys().isdisjoint(self._decodes)
-        self._step: Sequence[float] = LAPTOP_PASS[4:]
-        for _ in range(_ROUNDS if self._is_mixed else 1):
+        self._prefill: Sequence[float] = (0.0,) * 4
+        self._step: Sequence[float] = (0.0,) * 3
+        mixed = {them.where for them in self._together} & self._decodes.keys()
+        for _ in range(_ROUNDS if mixed else 1):
             self._cold_after_us = self._best_cold()
             self._cores = self._best_cores()
             self._cold_after_us = self._best_cold()
-            passes, self._step = self._passes()
-        *self._prefill, self._wake = passes
+            *self._prefill, self._wake = self._prefills().coefficients
+            self._step = self._steps().coefficients
 
     def profile(self, name: str) -> Profile:
         """All of it."""
@@ -342,8 +309,7 @@ class _Fit:
         """The idle time that makes the machine half as cold as it gets; 0: none explains passes."""
         errors: dict[float, float] = {}
         for self._cold_after_us in _COLD_AFTER_US:
-            line = self._mixed() if self._is_mixed else self._prefills()
-            errors[self._cold_after_us] = line.error
+            errors[self._cold_after_us] = self._prefills().error
         return _best(errors)
 
     def _best_cores(self) -> float:
@@ -352,25 +318,26 @@ class _Fit:
         tried = np.arange(1.0, count, 0.25) if count <= _MOST_ON_ONE else ()
         errors: dict[float, float] = {}
         for self._cores in (0.0, *map(float, tried)):
-            lines = [self._mixed()] if self._is_mixed else [self._prefills(), self._steps()]
-            errors[self._cores] = sum(line.error for line in lines)
+            errors[self._cores] = self._prefills().error + self._steps().error
         return _best(errors)
 
     def _prefills(self) -> _StageFit:
         """Passes, computed tokens, their squares, tokens before them, and the cold. Prefills that
         shared passes are one sample: they took so long together."""
         prior = _PREFILL if self._cold_after_us else (*_PREFILL[:4], 0.0)
-        line = _StageFit(prior, _PREFILL_SCALES)
+        line = _StageFit(prior, (1.0, 1e3, 1e6, 1e3, 1.0))
         slowed = self._activity.slowed(self._cores)
         colds = self._cold()
         for them in self._together:
             took_us = (them.end_us - them.begin_us) / slowed(them.begin_us, them.end_us)
+            took_us = max(_LEAST_SHARE * took_us, took_us - self._decoded_us(them))
             line.add((*them.features, float(colds[them.first])), took_us)
         return line
 
     def _steps(self) -> _StageFit:
         """Base, requests and context of decode steps, from the means over each request's steps."""
         slowed = self._activity.slowed(self._cores)
+        prefills = self._prefilling()
         step: tuple[float, ...] = LAPTOP_PASS[4:]
         line = _StageFit(step, _STEP_SCALES)
         for _ in range(_ROUNDS):
@@ -379,66 +346,43 @@ class _Fit:
             line = _StageFit(LAPTOP_PASS[4:], _STEP_SCALES)
             for one in self._served:
                 if one.decoded_us is not None:
-                    begin, end = one.steps_us
-                    line.add(self._stepped(one), (end - begin) / slowed(begin, end))
+                    last_us = one.decoded_us[1]
+                    decode_us = 1e3 * (one.stages.decode_ms or 0.0)
+                    steps = (last_us - decode_us, last_us)
+                    seqs, context = self._beside(one.row.decode, *steps)
+                    features = (one.gaps, one.gaps * seqs, one.gaps * context)
+                    took_us = decode_us / slowed(*steps)
+                    if one.row.decode in prefills:
+                        _, _, prefill_us = prefills[one.row.decode].between(*steps)
+                        took_us = max(_LEAST_SHARE * took_us, took_us - prefill_us)
+                    line.add(features, took_us)
             step = line.coefficients
         return line
 
-    def _passes(self) -> tuple[Sequence[float], Sequence[float]]:
-        """The coefficients of prefills, the last that of the cold, and those of steps."""
-        if not self._is_mixed:
-            return self._prefills().coefficients, self._steps().coefficients
-        found = self._mixed().coefficients
-        return found[:5], found[5:]
+    def _decoded_us(self, them: _Together) -> float:
+        """What the passes of these prefills took for requests that decoded in them, and half a step
+        of those before, if the prefill's times include the wait for it."""
+        if them.where not in self._decodes:
+            return 0.0
+        seqs, context = self._beside(them.where, them.begin_us, them.end_us)
+        steps = them.features[0] + (0.0 if self._has_parts else 0.5)
+        return steps * min(1.0, seqs) * _step_us(self._step, seqs, context)
 
-    def _mixed(self) -> _StageFit:
-        """The terms of prefills, then those of steps, where one pass may do both.
-
-        The steps of a request have the prefills of others in them, and a prefill has the steps of
-        others in its passes. If no parts of it are known, it also has half of the step that it
-        found; if it met other prefills then, too little is known of it.
-        """
-        prior = _PREFILL if self._cold_after_us else (*_PREFILL[:4], 0.0)
-        line = _StageFit((*prior, *LAPTOP_PASS[4:]), (*_PREFILL_SCALES, *_STEP_SCALES))
-        slowed = self._activity.slowed(self._cores)
-        colds = self._cold()
-        for load in self._decodes.values():
-            load.weigh(partial(_step_us, self._step))
+    def _prefilling(self) -> dict[InstanceId, _Load]:
+        """When each instance prefilled, of those that decode too. In place of tokens: the share of
+        the time that the prefill took in its passes."""
+        spans: dict[InstanceId, list[tuple[float, float, float]]] = {}
         for them in self._together:
-            seqs, context = self._beside(them.where, them.begin_us, them.end_us)
-            if self._has_parts or them.count == 1 or seqs < _ALONE:
-                passes = them.features[0] + (0.0 if self._has_parts else 0.5)
-                steps = (passes * min(1.0, seqs), passes * seqs, passes * context)
-                took_us = (them.end_us - them.begin_us) / slowed(them.begin_us, them.end_us)
-                line.add((*them.features, float(colds[them.first]), *steps), took_us)
-        for one in self._served:
-            if one.decoded_us is not None:
-                begin, end = one.steps_us
-                others = self._prefilled_beside(one)
-                line.add((*others, 0.0, *self._stepped(one)), (end - begin) / slowed(begin, end))
-        return line
-
-    def _stepped(self, one: _Served) -> tuple[float, float, float]:
-        """How many decode steps it took, and the sums over them of requests and of tokens."""
-        seqs, context = self._beside(one.row.decode, *one.steps_us)
-        return one.gaps, one.gaps * seqs, one.gaps * context
-
-    def _prefilled_beside(self, one: _Served) -> Sequence[float]:
-        """The features of the prefills in its decode steps."""
-        assert one.row.decode is not None
-        work = self._work.get(one.row.decode)
-        if work is None:
-            return (0.0,) * 4
-        begin, end = one.steps_us
-        # A prefill without parts counts when its token came: with the tokens of the same pass.
-        late_us = 0.0 if self._has_parts else (end - begin) / one.gaps / 2
-        return work.between(begin + late_us, end + late_us)
+            if them.where in self._decodes:
+                us = sum(a * b for a, b in zip(self._prefill, them.features, strict=True))
+                took_us = them.end_us - them.begin_us
+                share = min(1.0, us / took_us)
+                spans.setdefault(them.where, []).append((them.begin_us, them.end_us, share))
+        return _loads(spans)
 
     def _beside(self, instance: InstanceId | None, begin: float, end: float) -> tuple[float, float]:
         """How many requests decoded there in this time, and how many tokens they had."""
         assert instance is not None
-        if instance not in self._decodes:
-            return 0.0, 0.0
         steps, seqs, context = self._decodes[instance].between(begin, end)
         return (seqs / steps, context / steps) if steps else (0.0, 0.0)
 
@@ -609,9 +553,7 @@ def _of_group(where: InstanceId, them: Sequence[_Served], first: int, chunk: Tok
     _, new, square, past = (sum(column) for column in zip(*all_features, strict=True))
     begin_us = min(one.computed_us[0] for one in them)
     end_us = max(one.computed_us[1] for one in them)
-    return _Together(
-        where, len(them), first, begin_us, end_us, (-(-new // chunk), new, square, past)
-    )
+    return _Together(where, first, begin_us, end_us, (-(-new // chunk), new, square, past))
 
 
 def _is_apart(one: _Served, prefills: Mapping[InstanceId, _Load]) -> bool:

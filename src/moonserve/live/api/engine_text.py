@@ -63,9 +63,10 @@ class EngineText(Collector):
         limits: Limits | None = None,
         call_limits: CallLimits | None = None,
         sampling: Callable[[], SamplingRule | None] = lambda: None,
+        resumes: bool = True,
     ) -> None:
         """call_limits: how long engines may take. sampling: which requests have spans; None: none
-        has."""
+        has. resumes: whether streams go on at another engine if theirs is lost."""
         self._sampling = sampling
         self.limits = limits or Limits()
         self.metrics = RequestMetrics()
@@ -83,6 +84,7 @@ class EngineText(Collector):
             Guesses(),
             self.metrics,
             call_limits or CallLimits(),
+            resumes,
         )
 
     def stop_waiting(self) -> None:

@@ -73,6 +73,8 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True):
     """After this time it answers 200 with those that have joined, if they can serve."""
     wait_ready: Micros = 30_000_000
     """How long new requests wait while no instances that serve their model are up."""
+    no_resume: bool = False
+    """Whether streams end with an error if their external engine is lost."""
     drain_s: float = 30.0
     """How long running requests may take to finish after a signal to stop."""
     record: str = ""

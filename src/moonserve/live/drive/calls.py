@@ -12,7 +12,7 @@ from uuid import uuid4
 
 import msgspec
 
-from moonserve.core.errors import Overloaded
+from moonserve.core.errors import UNREADABLE, Overloaded
 from moonserve.core.kv.facts import BlocksRemoved, BlocksStored
 from moonserve.core.kv.inferred import Guess
 from moonserve.core.request import Request
@@ -38,6 +38,10 @@ _BUSY = (429, 503)
 _BUSY_TEXT = "no engine takes more requests now; send this one again later"
 _WHOLE_S = 600.0
 _MOST_GUESSED = 4_096
+
+
+class _Detokenized(msgspec.Struct):
+    prompt: str
 
 
 class CallLimits(msgspec.Struct, frozen=True):
@@ -103,6 +107,8 @@ class Caller(msgspec.Struct, frozen=True):
     guesses: Guesses
     metrics: RequestMetrics
     limits: CallLimits
+    resumes: bool = True
+    """Whether streams go on at another engine if theirs is lost."""
     new_id: Callable[[], str] = lambda: uuid4().hex
     """Makes the id of a KV transfer; an id is never used twice."""
 
@@ -171,6 +177,19 @@ class Caller(msgspec.Struct, frozen=True):
             return
         if told := self.guesses.served(to, keys, predicted, cached):
             self.conductor.tell(*told)
+
+    async def text_of(self, to: InstanceInfo, model: str, ids: Sequence[int]) -> str:
+        """The text of these tokens, as the engine makes it. Raises CallLost, UpstreamError,
+        DeadlineExceeded."""
+        member = self.engines.member(to.id)
+        body = {"model": model, "tokens": ids}
+        reply = await member.ask("/detokenize", body)
+        try:
+            if reply.status == 200:
+                return msgspec.json.decode(reply.body, type=_Detokenized).prompt
+        except UNREADABLE:
+            pass
+        raise CallLost(f"{to.id} answered {reply.status} to /detokenize")
 
     def _target(
         self, to: InstanceInfo, asked: ExternalRequest, request: Request

@@ -2,14 +2,16 @@
 
 `EngineCalls` makes the calls of one request for `request.RequestDriver`; `live/api` creates it. The
 client's body goes to the engines unchanged, and so does their reply to the client, except for the
-fields of KV transfer and the usage. No token and no text is made here.
+fields of KV transfer, the ids of tokens and the usage. If a stream's engine is lost, a completion
+whose prompt is the tokens so far goes on with it: see openai.continuation. No token and no text is
+made here.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeAlias
 
 from moonserve.core.errors import DeadlineExceeded, MoonserveError
@@ -22,13 +24,16 @@ from moonserve.live.drive.connectors.mooncake import Mooncake
 from moonserve.live.drive.connectors.nixl import Nixl
 from moonserve.live.drive.connectors.sglang import Sglang
 from moonserve.live.drive.handover import Handed, HandoverConnector, PrefillCall
+from moonserve.live.drive.inbox import ActionInbox
 from moonserve.live.drive.lease import LeaseWatch
-from moonserve.live.drive.lost import CallLost, EngineAnswer, logged
-from moonserve.live.drive.passing import passing
+from moonserve.live.drive.lost import CallLost, EngineAnswer, Passed, logged
+from moonserve.live.drive.passing import Passing, passing
 from moonserve.live.drive.prompt_info import PromptInfo
 from moonserve.live.drive.request import Life
+from moonserve.live.drive.streamed import ContinuedPassing, KeptPassing, StreamedTokens
 from moonserve.live.http.client import ClientStream
 from moonserve.live.http.message import JSON
+from moonserve.live.openai.continuation import Continuation, asking_ids
 from moonserve.live.openai.external import ExternalRequest
 from moonserve.live.ports import OutgoingCall
 
@@ -45,13 +50,17 @@ does both."""
 _DRAIN_S = 0.5
 _MOST_BEFORE_BYTES = 4 << 20
 """So much is kept at most of the events that come before the first token."""
+_MOST_BYTES = 4
+"""Of a character. Each may be a token."""
+_SOME: Tokens = 8
+"""Further tokens, which may stand for no text."""
+_MOST_PROMPT: Tokens = 250_000
+"""The ids of a longer prompt are not asked for: they would be too much for one event."""
 
 
 class EngineCalls:
-    """Makes the calls of one request. A lost call is made again only while the client has received
-    nothing."""
-
-    resumes = False
+    """Makes the calls of one request. A lost call is made again while the client has received
+    nothing; later, a stream goes on elsewhere if its tokens are known."""
 
     def __init__(
         self,
@@ -87,6 +96,17 @@ class EngineCalls:
         self._timer: asyncio.TimerHandle | None = None
         self._last_s = arrived_s
         """When the last piece came."""
+        self._inbox: ActionInbox | None = None
+        """The Conductor's actions for the request."""
+        self._continuation: Continuation | None = None
+        self._kept: StreamedTokens | None = None
+        """The tokens of the stream; None: they are not asked for."""
+        self._final = "it was not streamed"
+        """Why they are not."""
+        self._begun_here = False
+        """Whether the client has a part of the stream."""
+        self._first_cached: Tokens | None = None
+        """Prompt tokens that the call reused which began the stream; None: it did not report it."""
 
     @property
     def tokens(self) -> Tokens:
@@ -94,9 +114,20 @@ class EngineCalls:
         reply = self.reply
         return reply.tokens if reply.events or reply.counted.completion else 0
 
+    def broke_off(self) -> str:
+        """See Calls."""
+        kept = self._kept
+        if kept is None:
+            return self._final
+        if self.reply.finish:
+            return "its last token has come"
+        kept.settle()
+        return kept.why_not
+
     def known(self) -> tuple[Tokens, tuple[BlockKey, ...]]:
-        """See Calls. It is the prompt."""
-        return self._prompt.length, self._prompt.keys
+        """See Calls. The keys are those of the prompt: no other engine has KV of the answer."""
+        known = self._kept.count if self._kept is not None and self._begun_here else 0
+        return self._prompt.length + known, self._prompt.keys
 
     async def died(self, instance: InstanceInfo) -> bool:
         """See Calls."""
@@ -107,8 +138,19 @@ class EngineCalls:
         to, decision = action.to, action.decision
         self._cached = self._prefilled_s = None
         self._elsewhere = False
-        if decision.joint:
-            return await self._make_whole(action, life)
+        try:
+            if self._begun_here:
+                await self._go_on(to if decision.joint else action.decode)
+            if decision.joint:
+                return await self._make_whole(action, life)
+            await self._prefill(action, life)
+            return None
+        except Passed as passed:
+            raise self._refused(passed, to) from None
+
+    async def _prefill(self, action: Prefill, life: Life) -> None:
+        """Have an engine prefill what another one decodes."""
+        to, decision = action.to, action.decision
         connector = _CONNECTORS[to.connector]
         call = PrefillCall(self._caller, self._asked, self._request, action)
         self._handed = handed = await connector.prefill(call)
@@ -119,13 +161,87 @@ class EngineCalls:
         if not self._asked.stream:  # such a reply does not show decode's first token
             self._prefilled_s = self._loop.time()
             life.first_token(handed.cached)
-        return None
+
+    def _refused(self, passed: Passed, to: InstanceInfo) -> MoonserveError:
+        """What an engine's 4xx answer means: after the stream has begun, the client cannot get
+        it."""
+        if not self._begun_here:
+            return passed
+        text = logged(passed.answer.body)
+        return CallLost(f"{to.id} refused to go on with the stream", detail=text, retry=False)
+
+    async def _go_on(self, to: InstanceInfo) -> None:
+        """Let the next call go on with the stream at `to`, from the tokens that the client has."""
+        kept, continuation = self._kept, self._continuation
+        assert kept is not None, "else the stream has ended"
+        assert continuation is not None
+        if not self._caller.engines.member(to.id).reports_ids:
+            raise CallLost(f"{to.id} cannot go on with the stream of another engine", member=to.id)
+        ids, doubtful = kept.in_doubt()
+        for dropped in range(doubtful):
+            text = await self._caller.text_of(to, self._asked.model, ids[: len(ids) - dropped])
+            if not text.endswith("\N{REPLACEMENT CHARACTER}"):
+                kept.drop(dropped)
+                break
+        else:
+            if doubtful:
+                raise CallLost("the text of its last tokens is not known", retry=False)
+        if continuation.stops and kept.matcher is None:
+            kept.stop_at(continuation.stops, await self._held_back(kept, continuation.stops, to))
+        self._asked = continuation.at(kept.prompt, kept.known, kept.count, to.max_len)
+
+    async def _held_back(self, kept: StreamedTokens, stops: Sequence[str], to: InstanceInfo) -> str:
+        """The text that vLLM held back: as many characters as may begin a stop string, and no
+        more."""
+        most = max(map(len, stops)) - 1
+        if not most or not kept.count:
+            return ""
+        ids, before = kept.end_of(_MOST_BYTES * most + _SOME)
+        text = await self._caller.text_of(to, self._asked.model, [*before, *ids])
+        if before:
+            context = await self._caller.text_of(to, self._asked.model, before)
+            text = text[len(context) :]
+        return text[-most:]
+
+    def _streaming(self, to: InstanceInfo) -> ExternalRequest:
+        """The request for the engine that makes the client's reply. It asks for the ids of a
+        stream's tokens if another engine could go on with them."""
+        asked = self._asked
+        if not asked.stream:
+            return asked
+        if self._begun_here:
+            return asking_ids(asked)
+        self._kept = None
+        if not self._caller.resumes:
+            self._final = "--no-resume is set"
+        elif not self._caller.engines.member(to.id).reports_ids:
+            self._final = "its engine does not report the ids of tokens"
+        elif self._prompt.length > _MOST_PROMPT:
+            self._final = f"its prompt is longer than {_MOST_PROMPT} tokens"
+        else:
+            if self._continuation is None:
+                self._continuation = Continuation(asked)
+            self._final = self._continuation.why_not
+            if not self._final:
+                plan = self._continuation
+                self._kept = StreamedTokens(asked.form, plan.wants_ids, plan.wants_usage)
+                return plan.with_ids()
+        return asked
+
+    def _passing(self) -> Passing:
+        """What reads the reply of the call that has begun."""
+        kept = self._kept
+        if kept is None:
+            return passing(self._asked.form, self._cached, self._elsewhere)
+        if self._begun_here:
+            return ContinuedPassing(kept, self._first_cached)
+        return KeptPassing(kept, self._cached, self._elsewhere)
 
     async def _make_whole(self, action: Prefill, life: Life) -> Piece | None:
         """Have one engine prefill and decode."""
         to = action.to
         decision = action.decision
-        asked = self._asked
+        asked = self._streaming(to)
         self._at = (to, decision.reused_tokens)
         # the first token is not visible, so it is assumed to come as predicted
         if not asked.stream:
@@ -138,7 +254,7 @@ class EngineCalls:
             decision.reused_tokens,
             asked.stream or asked.max_tokens == 1,
         )
-        return await self._run(to, asked.raw, self._caller.limits.first_byte_s, life)
+        return await self._run(to, asked, asked.raw, self._caller.limits.first_byte_s, life)
 
     async def decode(self, action: Decode, life: Life) -> Piece | None:
         """See Calls. What prefill left is used once."""
@@ -146,14 +262,17 @@ class EngineCalls:
         assert handed is not None, "a decode follows a prefill"
         to, length = action.to, self._prompt.length
         self._at = (to, 0)
+        asked = self._streaming(to)
         try:
-            body, first_s = handed.taken(self._caller, self._asked, to)
+            body, first_s = handed.taken(self._caller, asked, to)
             if handed.stream is not None:
                 return await self._met(handed, to, first_s, life)
             self._note = self._caller.observer.began(
                 to.id, "decode", length, length, self._asked.stream
             )
-            return await self._run(to, body, first_s, life)
+            return await self._run(to, asked, body, first_s, life)
+        except Passed as passed:
+            raise self._refused(passed, to) from None
         except (CallLost, DeadlineExceeded) as error:
             lost = CallLost.of(error)
             lost.member = lost.member or await handed.blamed(self._caller)
@@ -173,9 +292,12 @@ class EngineCalls:
             return await self._begun(stream, to, first_s, life)
         return self._whole(await self._caller.rest(to, self._asked, self._request, stream), life)
 
-    async def _run(self, to: InstanceInfo, body: bytes, first_s: float, life: Life) -> Piece | None:
-        """Call the engine that makes the client's reply."""
-        caller, asked = self._caller, self._asked
+    async def _run(
+        self, to: InstanceInfo, asked: ExternalRequest, body: bytes, first_s: float, life: Life
+    ) -> Piece | None:
+        """Call the engine that makes the client's reply. body: that of `asked`, or one with more
+        fields."""
+        caller = self._caller
         if asked.stream:
             stream = caller.stream(to, asked, self._request, body, first_s)
             until_s = self._loop.time() + first_s
@@ -194,10 +316,37 @@ class EngineCalls:
     async def _begun(
         self, stream: ClientStream, to: InstanceInfo, left_s: float, life: Life
     ) -> bytes:
-        """The first whole events of a stream."""
-        reply = passing(self._asked.form, self._cached, self._elsewhere)
+        """The first whole events of a stream, or of the call that goes on with it."""
+        kept = self._kept
+        self._inbox = life.inbox
         self._stream = stream
         stream.idle(max(0.001, left_s))
+        if kept is None or not self._begun_here:
+            reply = self._passing()
+            if kept is not None:
+                kept.forget()
+            first = await self._first_events(reply, stream, to, left_s)
+            self.content_type = stream.headers.get("content-type", JSON)
+        else:
+            if self._first_cached is None:
+                self._first_cached = self.reply.cached
+            reply, mark = self._passing(), kept.mark()
+            try:
+                first = await self._first_events(reply, stream, to, left_s)
+            except BaseException:
+                kept.back(mark)
+                raise
+        stream.idle(self._caller.limits.token_s)
+        self.reply = reply
+        self._answered(life, seen=True)
+        self._begun_here = True
+        self._count()
+        return first
+
+    async def _first_events(
+        self, reply: Passing, stream: ClientStream, to: InstanceInfo, left_s: float
+    ) -> bytes:
+        """The first whole events, with a token."""
         until_s = self._loop.time() + left_s
         first = b""
         while not first or not reply.begun:
@@ -211,11 +360,6 @@ class EngineCalls:
             first += reply.passed(reply.whole(chunk))
         if reply.error:
             raise CallLost(f"{to.id} failed", detail=logged(reply.error))
-        stream.idle(self._caller.limits.token_s)
-        self.content_type = stream.headers.get("content-type", JSON)
-        self.reply = reply
-        self._answered(life, seen=True)
-        self._count()
         return first
 
     def _whole(self, answer: EngineAnswer, life: Life) -> EngineAnswer:
@@ -236,9 +380,12 @@ class EngineCalls:
         """
         now_s = self._loop.time()
         first_s = now_s if seen else self._prefilled_s
-        if first_s is not None:
+        if self._begun_here:  # it goes on: the client has had its first token
+            self._caller.metrics.tbt.observe(now_s - self._last_s)
+            self._caller.metrics.resumed += 1
+        elif first_s is not None:
             self._caller.metrics.ttft.observe(first_s - self._arrived_s)
-        if seen:
+        if seen and not self._begun_here:
             life.first_token(self.reply.cached)
         if self._note is not None and (self._asked.stream or self.reply.counted.completion):
             self._note.answered(self.reply.cached)
@@ -249,9 +396,13 @@ class EngineCalls:
     async def pour(self, sink: Callable[[Piece], bool]) -> bool:
         """See Calls. A piece is what has come of the stream, in whole events."""
         assert self._stream is not None, "a stream has begun"
+        assert self._inbox is not None
         reply, observe_tbt = self.reply, self._caller.metrics.tbt.observe
+        inbox = self._inbox
 
         def take(chunk: bytes) -> bool:
+            if inbox.lost is not None:
+                return False  # the call is being ended: another one makes what comes now
             whole = reply.whole(chunk)
             out = reply.passed(whole) if whole else b""
             if not out:
@@ -312,7 +463,7 @@ class EngineCalls:
     async def drain(self) -> None:
         """See Calls. Stops after a moment if the engine goes on sending."""
         stream = self._stream
-        if stream is None:
+        if stream is None or self.reply.cut_short:
             return
         stream.idle(_DRAIN_S)
         until_s = self._loop.time() + _DRAIN_S

@@ -22,12 +22,10 @@ class ActionInbox:
     """Actions for the request of the task that made the inbox. Only that task reads it. Implements
     ports.Inbox."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        """loop: the one that runs now."""
-        self._loop = loop
+    def __init__(self) -> None:
         self._actions: deque[Action] = deque()
         self._waiter: asyncio.Future[None] | None = None
-        task = asyncio.current_task(loop)
+        task = asyncio.current_task()
         assert task is not None
         self._task: asyncio.Task[Any] = task
         self._awaiting = False
@@ -57,7 +55,7 @@ class ActionInbox:
     async def peek(self) -> Action:
         """The action that `get` will return next, when there is one."""
         while not self._actions:
-            self._waiter = self._loop.create_future()
+            self._waiter = asyncio.get_running_loop().create_future()
             try:
                 await self._waiter
             finally:

@@ -70,6 +70,7 @@ class RequestMetrics(Collector):
         self.completion_tokens = 0
         self.in_flight = 0
         self.disconnects = 0
+        self.resumed = 0
         self.registry = CollectorRegistry(auto_describe=False)
         self.registry.register(self)
 
@@ -100,6 +101,7 @@ class RequestMetrics(Collector):
             ("cached_tokens", "Prompt tokens that prefill reused.", self.cached_tokens),
             ("completion_tokens", "Tokens generated.", self.completion_tokens),
             ("client_disconnects", "Clients that left before the end.", self.disconnects),
+            ("streams_resumed", "Times a stream went on at another engine.", self.resumed),
         ):
             yield CounterMetricFamily(f"moonserve_{name}", text, value=count)
         yield GaugeMetricFamily(

@@ -48,6 +48,8 @@ class Passing:
         """The last finish_reason of the reply; None: no choice has ended."""
         self.done = False
         """Whether the whole reply, or a stream's last event, has passed."""
+        self.cut_short = False
+        """Whether the engine goes on, although the reply has ended."""
         self.error = b""
         """The engine's error event, which does not pass; empty: it has sent none."""
         self._prefilled = cached

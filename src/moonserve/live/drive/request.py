@@ -106,9 +106,6 @@ class Calls(Protocol[PieceT_co]):
     MoonserveErrors.
     """
 
-    resumes: bool
-    """The retry rule. True: a lost call goes on elsewhere from the tokens that are known. False: it
-    is made again only while the client has received nothing."""
     again_s: float
     """Pause before the instance that has just failed is called once more."""
 
@@ -135,9 +132,15 @@ class Calls(Protocol[PieceT_co]):
     async def died(self, instance: InstanceInfo) -> bool:
         """Whether nothing listens any more at the address of an instance whose call broke off."""
 
+    def broke_off(self) -> str:
+        """Note that the call broke off whose pieces went to the client.
+
+        Returns why the reply cannot go on elsewhere from the tokens that are known; empty: it can.
+        """
+
     def known(self) -> tuple[Tokens, tuple[BlockKey, ...]]:
-        """Length and block keys of prompt plus generated tokens; of the prompt alone if the calls
-        do not resume."""
+        """Length and block keys of prompt plus generated tokens; of the prompt alone if the reply
+        could not go on elsewhere."""
 
     def ended(self) -> None:
         """Account for the reply, which is whole."""
@@ -165,8 +168,7 @@ class RequestDriver(Generic[PieceT]):
         self._keys = keys
         self._conductor = conductor
         self._calls = calls
-        self._loop = asyncio.get_running_loop()
-        self.inbox = ActionInbox(self._loop)
+        self.inbox = ActionInbox()
         self._opened = False
         self._lives = False
         """Whether the Conductor still counts the request."""
@@ -188,6 +190,7 @@ class RequestDriver(Generic[PieceT]):
         self._over = False
         self._pieces = 0
         self._outcome = "cancelled"
+        self._loop = asyncio.get_running_loop()
         self._first_s = 0.0
         self._last_s = 0.0
         """When the first and the last piece came."""
@@ -292,8 +295,9 @@ class RequestDriver(Generic[PieceT]):
                 raise error_for(action, self._pointer())
             case GiveUp(why=why):
                 self._end("failed")
-                if self._lost is not None and self._lost.busy is not None:
-                    raise Passed(self._lost.busy)
+                busy = None if self._lost is None or self._pieces else self._lost.busy
+                if busy is not None:
+                    raise Passed(busy)
                 raise EngineFailed(why + self._pointer())
             case _:
                 return None
@@ -312,7 +316,7 @@ class RequestDriver(Generic[PieceT]):
             self._lives = True  # set again, so that `aclose` sends ClientGone
             raise
         except Exception as error:  # noqa: BLE001 - a bug in a call is a failed call, and logged
-            await self._fail(error, retry=True)
+            await self._fail(error)
             return None
         if isinstance(action, Decode):
             self._handover_us = seconds_to_us(self._loop.time() - called_s)
@@ -353,7 +357,7 @@ class RequestDriver(Generic[PieceT]):
         try:
             ended = await self.inbox.until_lost(self._calls.pour(take))
         except Exception as error:  # noqa: BLE001 - a bug in a call is a failed call, and logged
-            await self._fail(error, retry=self._calls.resumes)
+            await self._fail(error, self._calls.broke_off())
             return True
         if ended:
             self._took(None)
@@ -377,9 +381,9 @@ class RequestDriver(Generic[PieceT]):
             self._pieces += 1
         return piece
 
-    async def _fail(self, error: Exception, retry: bool) -> None:
-        """Report a failed call. The Conductor answers with its next action, if a retry is
-        possible."""
+    async def _fail(self, error: Exception, final: str = "") -> None:
+        """Report a failed call. The Conductor answers with its next action, unless `final` is a
+        reason why no other call can take its place."""
         assert self._called is not None, "a call was out"
         await self._calls.stop()
         if isinstance(error, MoonserveError):
@@ -403,11 +407,12 @@ class RequestDriver(Generic[PieceT]):
         died = await self._died(lost)
         if self.inbox.is_over:
             pass  # the Conductor has ended the request already
-        elif retry:
+        elif not final:
             self._report(lost, lost.retry, died)
         else:
             self._break_off(lost, died)
-            raise EngineFailed(plain(lost, self._called) + self._pointer())
+            said = f"{plain(lost, self._called)}; the stream cannot go on elsewhere: {final}"
+            raise EngineFailed(said + self._pointer())
         self._lost, self._failed = lost, self._called
         self._reading = False
         self.inbox.out(0)

@@ -26,6 +26,9 @@ from moonserve.live.http.client import ClientResponse, HttpClient
 T = TypeVar("T")
 
 ASK_S = 5.0
+_VERSION = re.compile(r"v?(\d{1,6})\.(\d{1,6})(?:\.(\d{1,6}))?")
+_REPORTS_IDS = (0, 10, 2)
+"""The first vLLM whose streams have the ids of tokens."""
 _STARTED = "process_start_time_seconds"
 _CACHE = "vllm:cache_config_info"
 _FINISHED = "vllm:request_success_total"
@@ -167,12 +170,22 @@ class Member:
         """Address that Mooncake's decode side gets; empty: there is none."""
         self.infos: dict[InstanceId, InstanceInfo] = {}
         """Its instances as they joined; empty while the engine is not used."""
+        self.version = ""
+        """As it reported at its last handshake; empty: it did not."""
         self.changed = False
         """Whether the bootstrap server named other engine ids than before: it is a new process."""
         self._http = http
         self._engine_ids: dict[int, str] = {}
         self._loading = _Shared(self.page)
         self._asking = _Shared(self._query)
+
+    @property
+    def reports_ids(self) -> bool:
+        """Whether its streams can have the ids of their tokens."""
+        numbers = _VERSION.match(self.version)
+        if self.spec.engine != "vllm" or numbers is None:
+            return False
+        return tuple(map(int, numbers.groups("0"))) >= _REPORTS_IDS
 
     async def ask(self, path: str, body: Any = None, timeout_s: float = ASK_S) -> ClientResponse:
         """GET a path of the engine, or POST `body` there as JSON. Raises UpstreamError,

@@ -193,6 +193,7 @@ class EngineMonitor:
         said = (self.member.spec.name, how, self.epoch, self.member.url, found.model)
         log.log(level, "%s: %s (epoch %d) at %s, model %s", *said)
         self.facts = found
+        self.member.version = found.version
         self.state = "up"
         self.why = ""
         infos = {it.id: it for it in map(self._info, range(self.member.spec.dp_size))}

@@ -108,6 +108,7 @@ class RemoteFleet:
             old = before.get(engine.spec.name)
             member = old[1] if old is not None and _same(old[0], engine) else self._made(engine)
             member.infos = {info.id: info for info in engine.infos}
+            member.version = engine.version
             self._engines[engine.spec.name] = engine, member
             self._read(engine.spec.tokenizer)
         members = [member for _, member in self._engines.values()]

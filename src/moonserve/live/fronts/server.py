@@ -121,7 +121,12 @@ class FrontServer:
             return
         monitors = [monitor for _, monitor in self._fleet.monitors()]
         engines = [
-            wire.EngineState(it.member.spec, list(it.member.infos.values()), list(it.feeds))
+            wire.EngineState(
+                it.member.spec,
+                list(it.member.infos.values()),
+                list(it.feeds),
+                it.member.version,
+            )
             for it in monitors
         ]
         if engines != self._engines:

@@ -257,6 +257,8 @@ class EngineState(msgspec.Struct, frozen=True):
     spec: InstanceSpec
     infos: list[InstanceInfo]
     tells: list[InstanceId]
+    version: str = ""
+    """Of the engine; empty: it does not report it."""
 
 
 class EngineStates(msgspec.Struct, frozen=True, tag=True):

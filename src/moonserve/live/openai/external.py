@@ -9,6 +9,7 @@ data-parallel rank, because the Conductor chooses it.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from copy import copy
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -246,7 +247,7 @@ class ExternalRequest:
     def for_prefill(self, kv_params: bytes) -> bytes:
         """The body of a prefill call: one token, no stream, and `kv_params` (JSON) for the KV."""
         one = msgspec.Raw(b"1")
-        fields = self._fields()
+        fields = self.fields()
         for name in ("stream_options", "min_tokens"):
             fields.pop(name, None)
         for name in _READS[self.form].limits:
@@ -268,14 +269,21 @@ class ExternalRequest:
             return
         value = msgspec.json.encode(salt)
         if self._has_salt:  # a field that comes twice would be read by some engines only
-            fields = self._fields()
+            fields = self.fields()
             fields["cache_salt"] = msgspec.Raw(value)
             self.raw = msgspec.json.encode(fields)
         else:
             self.raw = self.with_fields({"cache_salt": value})
         self.salt = salt
 
-    def _fields(self) -> dict[str, msgspec.Raw]:
+    def with_raw(self, raw: bytes) -> ExternalRequest:
+        """The same request with another body, in which this gateway has changed fields."""
+        changed = copy(self)
+        changed.raw = raw
+        return changed
+
+    def fields(self) -> dict[str, msgspec.Raw]:
+        """The fields of the body, as they came."""
         return decode_json(self.raw, dict[str, msgspec.Raw])
 
 

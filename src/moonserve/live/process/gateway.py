@@ -235,13 +235,12 @@ def front_of(
     access: Access,
     orders: OrderedBy,
     sampling: Callable[[], SamplingRule | None],
-    shared: bool = False,
 ) -> ClientSide:
     """OpenAI's API over the instances of the Conductor, or a picker if the settings have its port.
 
     They are workers, which serve the model of `text`, or the external engines of `fleet`. orders:
     of the Conductor, for workers. sampling: which requests have spans, as the Conductor's process
-    says. shared: other processes listen at the same ports.
+    says.
     """
     limits = Limits(
         max_in_flight=config.max_in_flight,
@@ -259,9 +258,18 @@ def front_of(
     health.report_unready(expected.missing)
     if fleet is not None:
         call_limits = CallLimits(config.prefill_timeout_s, token_s=config.token_timeout_s)
-        engines = EngineText(conductor, fleet, fleet, http, limits, call_limits, sampling)
+        engines = EngineText(
+            conductor,
+            fleet,
+            fleet,
+            http,
+            limits,
+            call_limits,
+            sampling,
+            resumes=not config.no_resume,
+        )
         if config.picker_port is not None:
-            return _picker(config, config.picker_port, engines, health, access, shared)
+            return _picker(config, config.picker_port, engines, health, access)
         return _front(engines, health, access)
     if config.picker_port is not None:
         raise ConfigError(
@@ -277,12 +285,7 @@ def front_of(
 
 
 def _picker(
-    config: GatewayConfig,
-    port: int,
-    engines: EngineText,
-    health: Health,
-    access: Access,
-    shared: bool,
+    config: GatewayConfig, port: int, engines: EngineText, health: Health, access: Access
 ) -> ClientSide:
     """The endpoint picker for these engines. Raises ConfigError: its packages are missing."""
     try:
@@ -303,7 +306,6 @@ def _picker(
                 streams=config.max_in_flight,
                 tls=config.tls,
                 client_auth=config.tls_client_auth,
-                shared_s=config.drain_s if shared else None,
             )
         ]
 
@@ -315,8 +317,6 @@ def _picker(
         within_s=config.prefill_timeout_s,
         objectives=config.objectives,
         salted=access.salted,
-        guard=access.guard if config.keys else None,
-        meter=access.meter,
     )
 
 

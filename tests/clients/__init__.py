@@ -1,1 +1,0 @@
-"""Real clients before a gateway: see the marker `clients`, and its make targets."""
