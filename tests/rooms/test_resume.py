@@ -309,12 +309,14 @@ def test_without_ids_a_stream_ends_with_its_engine(version: str, on: bool) -> No
     run(use, *TWO, version=version)
 
 
-def test_an_engine_that_stops_gives_its_streams_to_others() -> None:
-    """vLLM ends streams with "abort" at SIGTERM; the client does not see it."""
+@pytest.mark.parametrize("more", [{}, {"stop": ["not there"]}])
+def test_an_engine_that_stops_gives_its_streams_to_others(more: dict[str, Any]) -> None:
+    """vLLM ends streams with "abort" at SIGTERM, and with the text that it held back; the client
+    does not see it."""
 
     async def use(site: Site) -> None:
-        site.engines["a"].abort_after = site.engines["b"].abort_after = 2
-        reading = asyncio.create_task(broken(site, TEXT))
+        site.engines["a"].abort_after = site.engines["b"].abort_after = 4
+        reading = asyncio.create_task(broken(site, {**TEXT, **more}))
         while not any(engine.calls for engine in site.engines.values()):
             await asyncio.sleep(0.001)
         for engine in site.engines.values():

@@ -652,7 +652,8 @@ class _Job:
                     return
                 aborts = self.engine.abort_after is not None and told >= self.engine.abort_after
                 if aborts:
-                    ids_now, word, finish, reason = [], "", "abort", None
+                    ids_now, finish, reason = [], "abort", None
+                    word = " held back" if self.body.get("stop") else ""
                 said: dict[str, Any] = {"delta": {"content": word}} if self.chat else {}
                 if self.chat and self.engine.parsers and at == 0:
                     said = {"delta": {"reasoning": word}}

@@ -164,14 +164,15 @@ class StreamedTokens:
 
     def add(self, ids: bytes, text: bool) -> None:
         """Note the tokens of an event, separated by commas. text: whether it has text."""
+        if not ids:
+            return  # an engine that aborts may send text that it held back
         if text:
             self._held = None
             self._last = ids
         elif self._held is None:
             self._held = len(self._ids)
-        if ids:
-            self._ids += b","
-            self._ids += ids
+        self._ids += b","
+        self._ids += ids
 
     def usual(self, event: bytes) -> bytes:
         """As `take`, in less time, if this is one event that differs from the one before in its
@@ -183,8 +184,11 @@ class StreamedTokens:
         if begin < 0 or event[len(usual)] == _QUOTE:
             return b""
         begin += len(_IDS)
+        ids = event[begin : -len(_END)]
+        if not ids:
+            return b""
         self._held = None
-        self._last = ids = event[begin : -len(_END)]
+        self._last = ids
         self._ids += b","
         self._ids += ids
         return event if self.wanted else event[: begin - 1] + _NULL_END
