@@ -54,7 +54,7 @@ def on(test: Callable[[Site], Awaitable[None]], **config: Any) -> None:
     """Run a test on a gateway."""
 
     async def main() -> None:
-        async with asyncio.timeout(200), site(**config) as it:
+        async with asyncio.timeout(600), site(**config) as it:
             await test(it)
 
     asyncio.run(main())
@@ -410,13 +410,18 @@ async def twin(it: Site, every_s: float) -> AsyncIterator[None]:
 
 
 async def rounds(it: Site, count: int) -> list[Advice]:
-    """The advice of the next rounds."""
+    """The advice of the next rounds, without those in which the twin, which gives way to all other
+    processes, had no time to simulate."""
     found: list[Advice] = []
     before = (await call(it, control.PATH))["advice"]
     while len(found) < count:
         await asyncio.sleep(0.2)
         now = (await call(it, control.PATH))["advice"]
-        if now != before:
+        if (
+            now != before
+            and " time for all " not in now["text"]
+            and " longer than " not in now["text"]
+        ):
             found.append(msgspec.convert(now, Advice))
         before = now
     return found
@@ -425,7 +430,9 @@ async def rounds(it: Site, count: int) -> list[Advice]:
 @pytest.mark.slow
 def test_advice_turns_with_the_load_of_a_live_cluster() -> None:
     """From long prompts to long outputs, on instances that take real time: within two rounds the
-    role that is short binds. The round that is under way when the load turns does not count."""
+    twin matches what happens, also while requests wait for a place in decode, and says that more
+    of the role that is short are wanted. The round that is under way when the load turns does not
+    count."""
     slow = Cost((20_000, 100, 0, 0, 20_000, 300, 0), learns=False)
 
     async def test(it: Site) -> None:
@@ -436,10 +443,12 @@ def test_advice_turns_with_the_load_of_a_live_cluster() -> None:
                 (12.0, 1_000, 12, "prefill"),
                 (18.0, 50, 60, "decode"),
             ):
-                loading = asyncio.create_task(loaded(it, 120.0, rate, prompt, output))
+                loading = asyncio.create_task(loaded(it, 300.0, rate, prompt, output))
                 said = (await rounds(it, 4 if binds == "prefill" else 3))[-2:]
-                bound = {advice.binds for advice in said}  # a queue of the load before may remain
-                assert bound & {binds, "both"}, [it.text for it in said]
+                # a queue of the load before may remain
+                right = [advice for advice in said if advice.binds in (binds, "both")]
+                assert right, [it.text for it in said]
+                assert right[-1].wanted is not None, right[-1].text
                 loading.cancel()
                 await asyncio.gather(loading, return_exceptions=True)
 

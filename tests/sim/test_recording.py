@@ -286,7 +286,7 @@ def test_external_engines_are_simulated_as_they_serve(connector: Connector) -> N
     lone = [one for one in before if one.decision is not None and one.decision.joint]
     assert len(lone) == 200 if connector == "none" else 20 < len(lone) < 200
     profile = fit_profile("again", of, rows)
-    assert profile.pass_us[4:] == pytest.approx(UNREPORTED.pass_us[4:], rel=0.1)
+    assert profile.pass_us[4:] == pytest.approx(UNREPORTED.pass_us[4:], rel=0.12)
     found = compared(rows, run(of, profile, trace))
     assert not [it for it in found.values() if it.missed()], found
     assert abs(found["cached_tokens"].errors()["mean"]) < 0.02

@@ -11,7 +11,7 @@ others had its caches), so the time since the last pass of any instance is a ter
 
 from __future__ import annotations
 
-import math
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import TypeAlias, TypeVar
@@ -51,6 +51,14 @@ left out: that request waited for something that the simulator has elsewhere, or
 _MOST_ON_ONE = 16
 """Of more instances it is not asked whether they share the cores of one machine."""
 _STEP_SCALES = (1.0, 10.0, 1e3)
+_DOUBT = 10.0
+"""By so many times what is expected of a term may be wrong."""
+_FAR = 3.0
+"""An error counts by its share of what is predicted, or of what was measured if that is so many
+times more or less."""
+_REWEIGHTED = 6
+_SWEEPS = 200
+_STILL = 1e-5
 _ROUNDS = 3
 """The length of a step decides how many there were, and the other way round."""
 _LEAST_SHARE = 0.1
@@ -73,7 +81,7 @@ class _Load:
             for begin, end, tokens in spans
             for edge in ((begin, 1, tokens), (end, -1, -tokens))
         )
-        self._at = np.array([at for at, _, _ in edges])
+        self._times = [at for at, _, _ in edges]
         self._seqs = np.cumsum([seqs for _, seqs, _ in edges])[:-1]
         self._tokens = np.cumsum([tokens for _, _, tokens in edges])[:-1]
         self.weigh(lambda seqs, tokens: np.ones(len(seqs)))
@@ -81,69 +89,122 @@ class _Load:
     def weigh(self, step_us: Callable[[Times, Times], Times]) -> None:
         """Take means over steps, which last so long for so many requests and tokens."""
         least_us = 1.0  # a fitted step may cost nothing while nobody decodes
-        steps = np.diff(self._at) / np.maximum(least_us, step_us(self._seqs, self._tokens))
-        parts = (steps, steps * self._seqs, steps * self._tokens)
-        self._sums = [np.concatenate(([0.0], np.cumsum(part))) for part in parts]
+        steps = np.diff(self._times) / np.maximum(least_us, step_us(self._seqs, self._tokens))
+        parts = np.column_stack((steps, steps * self._seqs, steps * self._tokens))
+        self._sums: list[list[float]] = np.vstack((np.zeros(3), np.cumsum(parts, axis=0))).tolist()
 
     def between(self, begin: float, end: float) -> tuple[float, float, float]:
         """How many steps there were, and the sums over them of requests and of tokens."""
-        steps, seqs, tokens = (
-            float(np.diff(np.interp((begin, end), self._at, sums))[0]) for sums in self._sums
-        )
-        return steps, seqs, tokens
+        (steps, seqs, tokens), before = self._until(end), self._until(begin)
+        return steps - before[0], seqs - before[1], tokens - before[2]
+
+    def _until(self, at_us: float) -> list[float]:
+        """The same sums, from the beginning on."""
+        after = bisect_right(self._times, at_us)
+        if not 0 < after < len(self._times):
+            return self._sums[max(0, after - 1)]
+        begin, end = self._times[after - 1 : after + 1]
+        share = (at_us - begin) / (end - begin)
+        sums = zip(self._sums[after - 1], self._sums[after], strict=True)
+        return [one + share * (other - one) for one, other in sums]
 
 
 class _StageFit:
-    """A linear form that is fitted to samples; it gives back the sum of them all."""
+    """A linear form that is fitted to samples; it gives back the sum of them all.
+
+    It is fitted as cost.LinearFit fits, to all samples at once in place of one after another.
+    """
 
     def __init__(self, prior: Sequence[float], scales: Sequence[float]) -> None:
-        doubt = (10.0,) * len(prior)
         self._prior = prior
         self._scales = scales
-        self._fit = LinearFit(prior, scales, doubt, decay=1.0, trust=math.inf)
-        self._samples: list[tuple[Sequence[float], float]] = []
+        self._features: list[Sequence[float]] = []
+        self._took_us: list[float] = []
+        self._solved: tuple[float, ...] | None = None
 
     def add(self, features: Sequence[float], took_us: float) -> None:
         """One sample; times of zero or below are measuring faults, and count for nothing."""
         if took_us > 0:
-            self._fit.observe(features, took_us)
-            self._samples.append((features, took_us))
+            self._features.append(features)
+            self._took_us.append(took_us)
+            self._solved = None
 
     @property
     def count(self) -> int:
         """How many samples it has."""
-        return len(self._samples)
+        return len(self._took_us)
 
     @property
     def coefficients(self) -> tuple[float, ...]:
         """One for each feature."""
-        return self._fit.balanced()
+        if self._solved is None:
+            self._solved = self._solve()
+        return self._solved
 
     @property
     def error(self) -> float:
         """The sum over samples of the squared logarithm of measured over predicted: twice and half
         as long are equally wrong."""
-        return float((np.log(self._ratios()) ** 2).sum()) if self._samples else 0.0
+        return float((np.log(self.ratios) ** 2).sum())
 
     def usual(self) -> _StageFit:
         """The same line, fitted without the samples that took unusually long."""
-        if not self._samples:
+        if not self.count:
             return self
-        ratios = self._ratios()
+        ratios = self.ratios
         most = _UNUSUAL * np.median(ratios)
         if ratios.max() <= most:
             return self
         line = _StageFit(self._prior, self._scales)
-        for (features, took_us), ratio in zip(self._samples, ratios, strict=True):
+        for features, took_us, ratio in zip(self._features, self._took_us, ratios, strict=True):
             if ratio <= most:
                 line.add(features, took_us)
         return line
 
-    def _ratios(self) -> Times:
+    @property
+    def ratios(self) -> Times:
         """Measured over predicted, of each sample."""
-        predicted = np.array([it for it, _ in self._samples]) @ np.array(self.coefficients)
-        took_us = np.array([it for _, it in self._samples])
-        return np.asarray(took_us / np.maximum(1.0, predicted))
+        predicted = self._matrix() @ np.array(self.coefficients)
+        return np.asarray(np.array(self._took_us) / np.maximum(1.0, predicted))
+
+    def _matrix(self) -> Times:
+        return np.array(self._features, np.float64).reshape(-1, len(self._prior))
+
+    def _solve(self) -> tuple[float, ...]:
+        features, took_us = self._matrix(), np.array(self._took_us)
+        scales = np.array(self._scales)
+        weights = self._weights(features / scales, took_us, self._prior * scales) / scales
+        predicted_us = float((features @ weights).sum())
+        ratio = took_us.sum() / predicted_us if predicted_us else 1.0
+        return tuple((ratio * weights).tolist())
+
+    def _weights(self, rows: Times, took_us: Times, prior: Times) -> Times:
+        """None below 0, and near the prior where samples do not say otherwise; one whose prior is 0
+        stays 0. Errors count by their share of what is predicted."""
+        free = np.flatnonzero(prior)
+        ridge = (LinearFit.NOISE / (_DOUBT * prior[free])) ** 2
+        weights = prior.copy()
+        for _ in range(_REWEIGHTED if self.count else 0):
+            unit = np.clip(rows @ weights, took_us / _FAR, took_us * _FAR)
+            shares = rows[:, free] / unit[:, None]
+            xx = shares.T @ shares + np.diag(ridge)
+            xy = shares.T @ (took_us / unit) + ridge * prior[free]
+            weights[free] = _not_negative(xx, xy, weights[free])
+        return weights
+
+
+def _not_negative(xx: Times, xy: Times, weights: Times) -> Times:
+    """Solve xx weights = xy with no weight below 0, by one weight at a time, from these."""
+    weights = weights.copy()
+    for _ in range(_SWEEPS):
+        moved = 0.0
+        for at, line in enumerate(xx):
+            before = weights[at]
+            weights[at] = max(0.0, before + (xy[at] - line @ weights) / line[at])
+            moved = max(moved, abs(weights[at] - before) / (weights[at] or 1.0))
+        if moved < _STILL:
+            break
+    return weights
 
 
 class _Together(msgspec.Struct, frozen=True):
