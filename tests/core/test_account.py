@@ -15,9 +15,9 @@ from moonserve.core.schedule.facts import (
     Joined,
     PrefillEnded,
 )
-from moonserve.core.schedule.record import Measured, PrefillTimes, Record, StageTimes
+from moonserve.core.schedule.record import FailedCall, Measured, PrefillTimes, Record, StageTimes
 from moonserve.core.schedule.tuning import Tuning
-from moonserve.core.units import RequestId
+from moonserve.core.units import InstanceId, RequestId
 from tests.support.cluster import info
 
 SECOND = 1_000_000
@@ -120,6 +120,25 @@ def test_a_record_has_the_time_of_each_stage() -> None:
         handover_us=90,
         decode_us=1_000,
         total_us=1_996,
+    )
+
+
+def test_a_record_names_the_calls_that_failed() -> None:
+    """Where, when and why; a call that was replaced before fails no more."""
+    told, who = Told(), RequestId("r")
+    told.step(10, Arrived(Request(who, "m", 40), ()))
+    lost = {"length": 40, "keys": (), "retry": True}
+    told.step(20, CallFailed(who, 1, "closed", **lost))  # type: ignore[arg-type]
+    told.step(25, CallFailed(who, 1, "late news", **lost))  # type: ignore[arg-type]
+    record = told.account.find(who)
+    assert record is not None
+    told.step(30, PrefillEnded(who, record.number, final=False))
+    told.step(70, CallFailed(who, record.number, "d0 hangs", **lost))  # type: ignore[arg-type]
+    first = record.failed[0].instance
+    assert first in ("p0", "p1")
+    assert record.failed == (
+        FailedCall(first, False, 10, 20, "closed"),
+        FailedCall(InstanceId("d0"), True, 30, 70, "d0 hangs"),
     )
 
 

@@ -181,6 +181,7 @@ def test_pairs_show_speed_and_failures_and_fade() -> None:
     pair = history.pairs[P0, D0]
     assert (pair.requests, pair.failed) == (2, 1)
     assert pair.moved_bytes / pair.took_us == 100_000 / 5_000
+    assert pair.bytes_per_s == 20_000_000
     history.ended(record(decision=decision(joint=True)), 1_000, 10)
     assert pair.requests == 2  # one engine did both
     for at in range(1, 16):
@@ -190,6 +191,23 @@ def test_pairs_show_speed_and_failures_and_fade() -> None:
     for at in range(16, 15 * 130):
         second(history, at)
     assert not history.pairs
+
+
+def test_the_pairs_of_the_busiest_instances_are_shown() -> None:
+    """Of each role those with the most requests, whatever instances they worked with."""
+    history = ClusterHistory()
+    for prefill, decode, count in (
+        ("p0", "d0", 2),
+        ("p1", "d0", 3),
+        ("p2", "d1", 4),
+        ("p2", "d2", 1),
+    ):
+        made = decision(prefill=InstanceId(prefill), decode=InstanceId(decode))
+        for _ in range(count):
+            history.ended(record(decision=made), 1_000, 10)
+    found = {key: pair.requests for key, pair in history.busiest_pairs(2)}
+    assert found == {("p1", "d0"): 3, ("p2", "d1"): 4}
+    assert history.busiest_pairs(1) == [], "the busiest two never worked together"
 
 
 def test_chains_of_prompts_are_bounded_by_their_keys() -> None:

@@ -8,7 +8,7 @@ import msgspec
 
 from moonserve.core.request import Slo
 from moonserve.core.schedule.actions import Candidate, Decision
-from moonserve.core.schedule.record import DecodeTimes, Measured, PrefillTimes, Record
+from moonserve.core.schedule.record import DecodeTimes, FailedCall, Measured, PrefillTimes, Record
 from moonserve.core.schedule.spans import StageSpan, span_tree
 from moonserve.core.units import InstanceId, RequestId, SegmentId
 
@@ -132,6 +132,21 @@ def test_a_refused_request_has_a_schedule_with_the_reason_and_nothing_else() -> 
     assert tree.within[0].attributes["moonserve.refusal_reason"] == "ttft_slo"
     assert tree.attributes["error.type"] == "ttft_slo"
     assert tree.error == "it would come late"
+
+
+def test_a_call_that_failed_has_a_span_with_its_error() -> None:
+    """Each before the last call; the last call is a stage of the request."""
+    failed = (
+        FailedCall(InstanceId("p1"), False, 1_100, 1_200, "closed"),
+        FailedCall(InstanceId("d1"), True, 1_300, 1_400, "d1 hangs"),
+        FailedCall(InstanceId("d0"), True, 31_600, 101_000, "d0 is gone"),
+    )
+    spans = [it for it in span_tree(served(failed=failed)).within if it.error]
+    assert [(it.name, it.began_us, it.ended_us, it.error) for it in spans] == [
+        ("prefill", 1_100, 1_200, "closed"),
+        ("decode", 1_300, 1_400, "d1 hangs"),
+    ]
+    assert [it.attributes["moonserve.instance"] for it in spans] == ["p1", "d1"]
 
 
 def test_a_stage_that_did_not_end_ends_with_the_request() -> None:

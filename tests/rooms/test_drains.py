@@ -155,7 +155,8 @@ def test_wrong_orders_are_errors(method: str, path: str, status: int, text: str)
 
 
 def test_a_drain_that_leaves_nobody_for_a_role_warns() -> None:
-    """The warning names what no other instance can do. It ends with the order."""
+    """The warning names what no other instance can do, and so does an alarm. Both end with the
+    order."""
 
     async def test() -> None:
         async with site() as at:
@@ -169,10 +170,17 @@ def test_a_drain_that_leaves_nobody_for_a_role_warns() -> None:
             assert said["p0"] == ""
             assert said["p1"].startswith("no other instance can prefill for model ")
             assert said["d0"].startswith("no other instance can decode for model ")
+            _, health = await call(at, "GET", "/health")
+            prefill, decode = health["alarms"]
+            assert prefill.startswith("all instances that prefill for model ")
+            assert "are drained: p0, p1;" in prefill
+            assert "`moonserve drain d0 --resume`" in decode
             _, status = await call(at, "POST", "/api/instances/p1/resume")
             assert status["warning"] == ""
             _, status = await call(at, "GET", "/api/instances/p0")
             assert status["warning"] == "", "p1 prefills again"
+            _, health = await call(at, "GET", "/health")
+            assert health["alarms"] == [decode]
 
     run(test)
 

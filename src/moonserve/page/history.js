@@ -50,7 +50,8 @@ export class History {
     this.lane = [...this.lane, ...news].slice(-500);
     const column = this.heat.at(-1)?.at_ms ?? 0;
     this.heat = [...this.heat, ...(reply.heat ?? []).filter((it) => it.at_ms > column)].filter((it) => it.at_ms >= from);
-    this.pairs = reply.pairs ?? [];
+    this.pairs = Object.entries(reply.pairs ?? {}).flatMap(([prefill, decodes]) =>
+      Object.entries(decodes).map(([decode, [requests, failed, bytes_per_s]]) => ({ prefill, decode, requests, failed, bytes_per_s })));
   }
 
   /** The time that charts show, [from, to] in ms: from the first sample on if that is later. */

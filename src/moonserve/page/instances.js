@@ -6,7 +6,6 @@ import { Figures, median, meter, note, refill, table } from "./parts.js";
 
 const OLD_MS = 3000; // a heartbeat comes every second
 const DEAR = 1.3; // times the median of its role
-const MOST_PAIRS = 24;
 
 export function instances(root, frame) {
   const history = new History(frame, true);
@@ -127,12 +126,8 @@ function matrix(pairs, rows) {
     return el("p", { class: "empty" }, rows.length ? "The instances here serve whole requests: no KV goes from one to another." : "No instance has joined.");
   }
   if (!pairs.length) return el("p", { class: "empty" }, "No request went from a prefill to a decode instance lately.");
-  const busiest = (side) => {
-    const sums = new Map();
-    for (const pair of pairs) sums.set(pair[side], (sums.get(pair[side]) ?? 0) + pair.requests);
-    return [...sums].sort((a, b) => b[1] - a[1]).slice(0, MOST_PAIRS).map(([name]) => name).sort(compare);
-  };
-  const [prefills, decodes] = [busiest("prefill"), busiest("decode")];
+  const names = (side) => [...new Set(pairs.map((pair) => pair[side]))].sort(compare);
+  const [prefills, decodes] = [names("prefill"), names("decode")];
   const known = new Map(pairs.map((pair) => [`${pair.prefill}\n${pair.decode}`, pair]));
   const speed = median(pairs.map((pair) => pair.bytes_per_s ?? 0));
   const cell = (prefill, decode) => {
@@ -146,10 +141,11 @@ function matrix(pairs, rows) {
   };
   const head = el("tr", {}, el("th", { scope: "col" }, "prefill \\ decode"), decodes.map((name) => el("th", { scope: "col" }, name)));
   const body = prefills.map((prefill) => el("tr", {}, el("th", { scope: "row" }, prefill), decodes.map((decode) => cell(prefill, decode))));
-  const all = new Set(pairs.map((pair) => pair.prefill)).size > MOST_PAIRS || new Set(pairs.map((pair) => pair.decode)).size > MOST_PAIRS;
+  const count = (role) => rows.filter((row) => row.role === role).length;
+  const all = count("prefill") > prefills.length || count("decode") > decodes.length;
   return [
     el("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": "From prefill to decode" }, el("table", { class: "matrix" }, el("thead", {}, head), el("tbody", {}, body))),
     note("KV of the prompt divided by the time from the decode call to its first token, which has a pass of decode in it: a lower bound of the speed of the transfer. Requests of some minutes ago count less. Marked: slower than half the median, or over 1% failed.",
-      all ? ` The ${MOST_PAIRS} busiest of each role are shown.` : ""),
+      all ? " The busiest of each role are shown." : ""),
   ];
 }

@@ -26,8 +26,8 @@ from moonserve.core.schedule.actions import (
     Spread,
 )
 from moonserve.core.schedule.adoption import Adopted, Deposed, StepFact
-from moonserve.core.schedule.facts import Arrived, DecodeEnded, PrefillEnded
-from moonserve.core.schedule.record import Measured, Record
+from moonserve.core.schedule.facts import Arrived, CallFailed, DecodeEnded, PrefillEnded
+from moonserve.core.schedule.record import KEPT_CALLS, FailedCall, Measured, Record
 from moonserve.core.units import BlockKey, Micros, RequestId, Tokens
 
 KEPT = 500
@@ -103,6 +103,10 @@ class Account:
                 held = self._held.get(fact.request)
                 if held is not None and held.number == fact.number:  # else of an earlier call
                     self._ended(held, fact, now_us)
+            elif isinstance(fact, CallFailed):
+                held = self._held.get(fact.request)
+                if held is not None and held.number == fact.number:
+                    _failed(held, fact, now_us)
             elif isinstance(fact, Deposed):
                 deposed = True
         for action in actions:
@@ -270,3 +274,16 @@ class Account:
             self._keep(record)
         self._held.clear()
         self._served.clear()
+
+
+def _failed(record: Record, fact: CallFailed, now_us: Micros) -> None:
+    """A call that was out has failed."""
+    decision, began_us = record.decision, record.prefill_us
+    decodes = record.decode_us is not None
+    if decodes:
+        began_us = record.decode_us
+    if decision is None or began_us is None:
+        return
+    instance = decision.decode if decodes else fact.member or decision.prefill
+    call = FailedCall(instance, decodes, began_us, now_us, fact.why)
+    record.failed = (*record.failed, call)[-KEPT_CALLS:]

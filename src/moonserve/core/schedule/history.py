@@ -372,6 +372,11 @@ class Pair:
         self.took_us = 0.0
         """From the decode call to its first token, where that was measured."""
 
+    @property
+    def bytes_per_s(self) -> int | None:
+        """The speed of its transfers; None: nobody measured any."""
+        return round(1e6 * self.moved_bytes / self.took_us) if self.took_us else None
+
     def fade(self, share: float) -> None:
         """Old requests count less."""
         self.requests *= share
@@ -434,6 +439,21 @@ class ClusterHistory:
             waited_us = 0 if measured.decode is None else measured.decode.queue_us
             pair.moved_bytes += record.prompt_tokens * token_bytes
             pair.took_us += measured.handover_us - waited_us
+
+    def busiest_pairs(self, most: int) -> list[tuple[tuple[InstanceId, InstanceId], Pair]]:
+        """The pairs between the `most` prefill and the `most` decode instances with the most
+        requests."""
+        busiest = []
+        for side in (0, 1):
+            sums: dict[InstanceId, float] = {}
+            for key, pair in self.pairs.items():
+                sums[key[side]] = sums.get(key[side], 0.0) + pair.requests
+            busiest.append(set(sorted(sums, key=lambda name: -sums[name])[:most]))
+        return [
+            (key, pair)
+            for key, pair in self.pairs.items()
+            if key[0] in busiest[0] and key[1] in busiest[1]
+        ]
 
     def happened(self, *events: LaneEvent) -> None:
         """Something happened to the cluster."""

@@ -13,8 +13,9 @@ import msgspec
 
 from moonserve.core.request import Slo, TraceContext
 from moonserve.core.schedule.actions import Candidate, Decision, Spread
-from moonserve.core.units import BlockKey, Micros, RequestId, Tokens
+from moonserve.core.units import BlockKey, InstanceId, Micros, RequestId, Tokens
 
+KEPT_CALLS = 8
 Fate: TypeAlias = Literal["in_time", "late", "refused", "failed", "cancelled"]
 """late: served, but not within its objectives. cancelled: it ended without an answer, and neither
 the cluster refused it nor an instance failed."""
@@ -85,6 +86,17 @@ class StageTimes(msgspec.Struct, frozen=True):
     """The parts of the hand-over that a worker of ours reports."""
 
 
+class FailedCall(msgspec.Struct, frozen=True):
+    """A call of a request that failed, and after which the request was placed again."""
+
+    instance: InstanceId
+    decodes: bool
+    """Whether it was a decode call."""
+    began_us: Micros
+    ended_us: Micros
+    why: str
+
+
 class Record(msgspec.Struct, eq=False):
     """One request. All times are the Conductor's."""
 
@@ -109,6 +121,8 @@ class Record(msgspec.Struct, eq=False):
     """The copy of its prefix that its placement caused."""
     attempts: int = 0
     """How many prefill calls were made."""
+    failed: tuple[FailedCall, ...] = ()
+    """The calls that failed, in order; of many, the latest `KEPT_CALLS`."""
     number: int = 0
     """Of the call that is out."""
     prefill_us: Micros | None = None

@@ -38,13 +38,15 @@ class StageSpan(msgspec.Struct, frozen=True):
 def span_tree(record: Record) -> StageSpan:
     """The span of a request that is over, with its stages in it.
 
-    Of a request that was placed several times, the stages are those of its last calls.
+    Of a request that was placed several times, the stages are those of its last calls. Each earlier
+    call that failed is a span of its own, with its error.
     """
     ended_us = record.ended_us
     assert ended_us is not None, "the record is complete"
     fate = record.fate
     stages = (
         _schedule(record, ended_us),
+        *_failed(record),
         *_prefill(record, ended_us),
         *_transfer(record, ended_us),
         *_decode(record, ended_us),
@@ -119,6 +121,16 @@ def _decided(decision: Decision) -> dict[str, Attribute | None]:
         "moonserve.predicted_queue_s": _s(chosen.queue_us),
         "moonserve.predicted_compute_s": _s(chosen.compute_us),
     }
+
+
+def _failed(record: Record) -> Iterator[StageSpan]:
+    """The calls that failed, without the last ones, which are stages."""
+    for call in record.failed:
+        if call.began_us in (record.prefill_us, record.decode_us):
+            continue
+        name = "decode" if call.decodes else "prefill"
+        about: dict[str, Attribute] = {"moonserve.instance": call.instance}
+        yield StageSpan(name, call.began_us, call.ended_us, about, error=call.why)
 
 
 def _prefill(record: Record, ended_us: Micros) -> Iterator[StageSpan]:

@@ -145,6 +145,7 @@ class Control(ProcessPart):
         self._internal = Internal(conductor, [model], lambda: self.leadership.term)
         self._api = Api(conductor, pool)
         self._drains = Drains(conductor, pool, registry)
+        health.report_alarms(self._drains.alarms)
         self._advice = LatestAdvice(conductor.now_us)
         self._usage = UsageSums()
         conductor.watch_ended(self._usage.ended)

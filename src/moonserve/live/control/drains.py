@@ -70,6 +70,24 @@ class Drains:
         """Path prefixes."""
         return {("POST", PREFIX): self._order, ("GET", PREFIX): self._show}
 
+    def alarms(self) -> list[str]:
+        """What no instance of a model does any more, since all that can are drained."""
+        views = self._conductor.views().values()
+        found = []
+        for model in sorted({view.info.model for view in views}):
+            for part in ("prefill", "decode"):
+                able = [
+                    it for it in views if it.info.model == model and it.info.role in (part, "both")
+                ]
+                if able and all(view.drained for view in able):
+                    names = sorted(str(view.info.id) for view in able)
+                    found.append(
+                        f"all instances that {part} for model {model} are drained:"
+                        f" {', '.join(names)}; new requests get a 503 until"
+                        f" `moonserve drain {names[0]} --resume`, or until another one joins"
+                    )
+        return found
+
     def start(self) -> None:
         """Begin to follow the orders in the registry, if there is one."""
         if self._registry is not None:

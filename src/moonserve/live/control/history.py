@@ -40,7 +40,8 @@ _STORE_EVERY = 5
 """Seconds between two looks at the pool, whose master may be in another process."""
 _STORE_S = 2.0
 _MOST_NODES = 400
-_PAIRS_SHOWN = 2_000
+_PAIRS_SHOWN = 24
+"""Of so many instances of each role the pairs are sent: the page shows no more."""
 
 
 class HistoryAsked(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -212,19 +213,14 @@ class Observed:
             reply["pairs"] = self._pairs()
         return json_response(reply)
 
-    def _pairs(self) -> list[dict[str, Any]]:
-        """How requests went from prefill to decode lately, the busiest pairs first."""
-        found = sorted(self._history.pairs.items(), key=lambda item: -item[1].requests)
-        return [
-            {
-                "prefill": prefill,
-                "decode": decode,
-                "requests": pair.requests,
-                "failed": pair.failed,
-                "bytes_per_s": pair.moved_bytes * 1e6 / pair.took_us if pair.took_us else None,
-            }
-            for (prefill, decode), pair in found[:_PAIRS_SHOWN]
-        ]
+    def _pairs(self) -> dict[str, dict[str, tuple[float, float, int | None]]]:
+        """How requests went from prefill to decode lately, between the busiest instances: by both
+        names, how many, how many failed, and the bytes a second."""
+        found: dict[str, dict[str, tuple[float, float, int | None]]] = {}
+        for (prefill, decode), pair in self._history.busiest_pairs(_PAIRS_SHOWN):
+            figures = (round(pair.requests, 2), round(pair.failed, 2), pair.bytes_per_s)
+            found.setdefault(prefill, {})[decode] = figures
+        return found
 
     async def _send_prefixes(self, request: HttpRequest) -> Response:
         """The tree of prefixes that were asked for lately. Gives way to requests as it is made."""
