@@ -29,9 +29,10 @@ from moonserve.core.schedule.tuning import Tuning
 from moonserve.core.units import InstanceId
 from moonserve.sim.cluster import Simulation
 from moonserve.sim.compared import Compared, compare
-from moonserve.sim.fitted import fit_profile
+from moonserve.sim.fitted import fit
 from moonserve.sim.recording import read_recording, setup_of_cluster
 from moonserve.sim.served import Served
+from moonserve.sim.setup import Pace
 from moonserve.sim.synthesize import Shape, synthesize
 from moonserve.sim.trace import Row, Trace
 
@@ -96,9 +97,12 @@ def external(connector: Connector) -> RecordedCluster:
     return RecordedCluster(instances, Tuning(alone_tokens=64))
 
 
-def run(of: RecordedCluster, profile: Profile, trace: Trace) -> list[Served]:
+def run(
+    of: RecordedCluster, profile: Profile, trace: Trace, paces: tuple[Pace, ...] = ()
+) -> list[Served]:
     """What became of the requests in a simulation."""
-    sim = Simulation(trace, setup_of_cluster(of, profile, BLOCK))
+    setup = msgspec.structs.replace(setup_of_cluster(of, profile, BLOCK), paces=paces)
+    sim = Simulation(trace, setup)
     assert sim.run()
     return sim.served
 
@@ -145,6 +149,11 @@ def hidden(row: RecordedRequest) -> RecordedRequest:
     parts = dict.fromkeys((*names, *handover))
     row.stages = msgspec.structs.replace(row.stages, **parts)
     return row
+
+
+def fit_profile(name: str, of: RecordedCluster, rows: Sequence[Explanation]) -> Profile:
+    """The costs alone."""
+    return fit(name, of, rows).profile
 
 
 def compared(rows: Sequence[Explanation], served: Sequence[Served]) -> dict[str, Compared]:
@@ -235,6 +244,24 @@ def test_few_cores_are_found() -> None:
     assert free["tbt_ms"].errors()["mean"] < -0.05
 
 
+def test_a_machine_that_was_slow_for_a_while_is_so_again() -> None:
+    """If other programs take a machine's cores for some minutes, the fit finds when and how much,
+    and the simulation is slow then; on average the costs are those of all the time."""
+    of = cluster()
+    trace = synthesize(7, 200, 0.6, SHAPE, BLOCK)
+    truth = tuple(Pace(round(60e6 * at), 2.0 if at in (1, 2) else 1.0) for at in range(9))
+    rows = [recorded(one, of) for one in run(of, TRUTH, trace, truth)]
+    fitted = fit("again", of, rows)
+    paces = fitted.paces_since(1e15)
+    slow = [it.factor for it in paces if 65e6 < it.at_us < 145e6]
+    quick = [it.factor for it in paces if 185e6 < it.at_us < 300e6]
+    assert np.mean(slow) / np.mean(quick) == pytest.approx(2.0, rel=0.15)
+    found = compared(rows, run(of, fitted.profile, trace, paces))
+    assert not [it for it in found.values() if it.missed()]
+    steady = compared(rows, run(of, fitted.profile, trace))
+    assert steady["tbt_ms"].missed() == ["p50", "p90"]
+
+
 def test_one_request_that_waited_for_something_else_changes_no_cost() -> None:
     """A wait for the first instance is no cost of an arrival: a sample far from all is left out."""
     of = cluster()
@@ -288,6 +315,8 @@ def test_external_engines_are_simulated_as_they_serve(connector: Connector) -> N
     profile = fit_profile("again", of, rows)
     assert profile.pass_us[4:] == pytest.approx(UNREPORTED.pass_us[4:], rel=0.12)
     found = compared(rows, run(of, profile, trace))
+    assert abs(found["ttft_ms"].errors()["mean"]) < 0.05
+    assert abs(found["tbt_ms"].errors()["mean"]) < 0.02
     assert not [it for it in found.values() if it.missed()], found
     assert abs(found["cached_tokens"].errors()["mean"]) < 0.02
 

@@ -22,7 +22,7 @@ from moonserve.core.schedule.profiles import PROFILES
 from moonserve.core.schedule.recorded import RecordedRequest, cluster_of
 from moonserve.core.schedule.tuning import Tuning
 from moonserve.sim.cluster import Simulation
-from moonserve.sim.fitted import fit_profile
+from moonserve.sim.fitted import fit
 from moonserve.sim.setup import Setup
 from moonserve.sim.trace import Row, Trace
 from moonserve.sim.twin import Twin, happened, has_objectives, judged
@@ -137,9 +137,11 @@ class Cluster:
         if fits:
             cluster = cluster_of(known.instances(512), known.tuning)
             assert cluster is not None
-            costs = fit_profile("recorded requests", cluster, over)
-            known = msgspec.structs.replace(known, profile=costs)
-        twin = Twin(window, known, lambda: False)
+            fitted = fit("recorded requests", cluster, over)
+            known = msgspec.structs.replace(known, profile=fitted.profile)
+            twin = Twin(window, known, lambda: False, fitted.paces_since)
+        else:
+            twin = Twin(window, known, lambda: False)
         now = ClusterShape(self.setup.prefill, self.setup.decode, 0, self.setup.tuning.policy)
         question = TwinQuestion(now, was, self.setup.tuning.slo, 0.99, (), twin.needs())
         return advise(question, twin.simulate)

@@ -57,13 +57,14 @@ class ClusterWatch:
 
     def end(self, name: str, answers: Sequence[ReplayResult]) -> None:
         """The run is over: read what became of its requests, and fit the profile."""
-        from moonserve.sim.fitted import fit_profile
+        from moonserve.sim.fitted import fit
 
         self._cluster, placed = self._look()
         self._rows = self._explanations(answers)
         self.doubts = list(_doubts(answers, placed - self._placed))
         """Reasons why the profile may describe this run more than the cluster."""
-        self.profile: Profile = fit_profile(f"live-{name}", self._cluster, self._rows.values())
+        self._fitted = fit(f"live-{name}", self._cluster, self._rows.values())
+        self.profile: Profile = self._fitted.profile
 
     def compare(self, trace: Trace) -> list[Compared]:
         """The figures of the same rows on the same cluster, simulated with the fitted profile,
@@ -72,7 +73,11 @@ class ClusterWatch:
         from moonserve.sim.compared import compare
         from moonserve.sim.recording import setup_of_cluster
 
-        sim = Simulation(trace, setup_of_cluster(self._cluster, self.profile, trace.block_size))
+        at, first = next(iter(self._rows.items()))
+        start_us = 1e3 * (first.arrived_ms or 0) - trace.rows[at].at_us
+        setup = setup_of_cluster(self._cluster, self.profile, trace.block_size)
+        paces = self._fitted.paces_since(start_us)
+        sim = Simulation(trace, msgspec.structs.replace(setup, paces=paces))
         sim.run()
         return compare((row, sim.served[at]) for at, row in self._rows.items())
 

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from moonserve.sim.cluster import Simulation
     from moonserve.sim.compared import Compared
     from moonserve.sim.recording import Recording
-    from moonserve.sim.setup import Breakdown, Setup
+    from moonserve.sim.setup import Breakdown, Pace, Setup
 
 _SOME = click.IntRange(min=1)
 _FAULT = re.compile(r"(kill|join|slow):([\w-]+)@([^x]+)(?:x(\d+(?:\.\d+)?))?")
@@ -95,8 +95,11 @@ _AXIS = {
 """Options whose values sim.axes knows by another name."""
 
 
-def _as_recorded(recording: Recording, options: Mapping[str, Any], compare: bool) -> dict[str, Any]:
-    """The values that describe the cluster of a recording, but for the options that were given.
+def _as_recorded(
+    recording: Recording, options: Mapping[str, Any], compare: bool, speed: float
+) -> tuple[dict[str, Any], tuple[Pace, ...]]:
+    """The values that describe the cluster of a recording, but for the options that were given, and
+    how fast its machine was, unless the costs are others.
 
     Raises ConfigError that names the option: to compare, the cluster must be the recorded one.
     """
@@ -104,7 +107,12 @@ def _as_recorded(recording: Recording, options: Mapping[str, Any], compare: bool
 
     source = click.get_current_context().get_parameter_source
     given = {name for name in options if source(name) is not ParameterSource.DEFAULT}
-    profile = read_profile(options["profile"]) if "profile" in given else recording.profile()
+    paces: tuple[Pace, ...] = ()
+    if "profile" in given:
+        profile = read_profile(options["profile"])
+    else:
+        fitted = recording.fitted()
+        profile, paces = fitted.profile, fitted.paces_since(recording.start_us, speed)
     recorded = values_of(recording.setup(profile))
     prefill, decode, mixed = recorded["split"]
     counts = {"prefill": prefill, "decode": decode, "mixed": mixed}
@@ -122,7 +130,7 @@ def _as_recorded(recording: Recording, options: Mapping[str, Any], compare: bool
             option = "--" + name.replace("_", "-")
             what = "makes another cluster than the recorded one; leave it or --compare out"
             raise ConfigError(what, option)
-    return recorded | asked
+    return recorded | asked, paces
 
 
 def _options_of(values: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
@@ -230,12 +238,14 @@ def simulate(
         click.echo(f"warning: the recorded cluster {recording.why_not}; see the options", err=True)
         recording = None
     options = cluster
+    paces: tuple[Pace, ...] = ()
     if recording is None:
         values = _values(**cluster)
     else:
-        values = _as_recorded(recording, cluster, compare)
+        values, paces = _as_recorded(recording, cluster, compare, speed)
         options = _options_of(values, cluster)
     setup = setup_from(values, tuple(map(_breakdown, cluster["fault"])))
+    setup = msgspec.structs.replace(setup, paces=paces)
     for idle in _idle(setup, **cluster):
         click.echo(f"warning: {idle}", err=True)
     described = setup_of(read, setup, {"speed": speed, "limit": limit, **options})

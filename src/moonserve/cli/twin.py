@@ -234,7 +234,7 @@ class TwinRounds:
         return ClusterShape(count["prefill"], count["decode"], count["both"], policy)
 
     def _advice(self, deadline_s: float) -> Advice:
-        from moonserve.sim.fitted import fit_profile
+        from moonserve.sim.fitted import fit
         from moonserve.sim.recording import setup_of_cluster
         from moonserve.sim.twin import LEAST_JUDGED, Twin, happened, has_objectives, judged
 
@@ -273,9 +273,11 @@ class TwinRounds:
             return replace(seen, text=f"No advice: {what}.")
         self.has_judged = True
         try:
-            profile = fit_profile("recorded requests", self._cluster, self._rows)
-            setup = setup_of_cluster(self._cluster, profile, self._rows[-1].block_size)
-            simulated = Twin(window, setup, lambda: time.monotonic() > deadline_s)
+            fitted = fit("recorded requests", self._cluster, self._rows)
+            setup = setup_of_cluster(self._cluster, fitted.profile, self._rows[-1].block_size)
+            simulated = Twin(
+                window, setup, lambda: time.monotonic() > deadline_s, fitted.paces_since
+            )
             question = TwinQuestion(none.now, was, slo, self._target, _COMPARED, simulated.needs())
             found = advise(question, simulated.simulate)
         except ConfigError as error:

@@ -7,6 +7,7 @@ and bench/paper run it through `Simulation`. It decides nothing.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 from random import Random
@@ -87,7 +88,11 @@ class Simulation:
         self._next_turns = next_turns(trace) if setup.keep_output else {}
         self._again = setup.first_token == "decode"
         self._pace = 1.0
-        """How many times longer all work takes, for want of cores."""
+        """How many times longer all work takes, for want of cores and of a fast machine."""
+        self._paced = 0
+        """How many of the setup's paces have begun."""
+        self._looks_for = -1
+        """The number of the one at whose beginning the clock stops."""
         self._awake = False
         self._wakes_us: Micros | None = None
         self._open = 0
@@ -194,18 +199,29 @@ class Simulation:
         for node in self._in_order:
             if node.stirred:
                 did |= node.settle()
-        if not did and self.setup.profile.cores:
-            self._share_cores()
+        if not did and (self.setup.profile.cores or self.setup.paces):
+            self._set_pace()
         return did
 
-    def _share_cores(self) -> None:
-        """More instances compute than the machine has cores for: all of them are slower."""
+    def _set_pace(self) -> None:
+        """All are slower if more instances compute than the machine has cores for, and in times in
+        which the machine was slow."""
         busy = sum(node.computes for node in self._in_order)
-        pace = max(1.0, busy / self.setup.profile.cores)
+        pace = max(1.0, busy / (self.setup.profile.cores or math.inf)) * self._machine_pace(busy)
         if pace != self._pace:
             self._pace = self.carrier.pace = pace
             for node in self._in_order:
                 node.pace(pace)
+
+    def _machine_pace(self, busy: int) -> float:
+        """See Setup.paces. While an instance computes, the next change is looked at in time."""
+        paces = self.setup.paces
+        while self._paced < len(paces) and paces[self._paced].at_us <= self.clock.now_us:
+            self._paced += 1
+        if busy and self._paced < len(paces) and self._looks_for != self._paced:
+            self._looks_for = self._paced
+            self.clock.at(paces[self._paced].at_us, lambda: None)
+        return paces[self._paced - 1].factor if self._paced else 1.0
 
     def _step(self) -> None:
         now_us = self.clock.now_us

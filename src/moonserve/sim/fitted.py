@@ -26,6 +26,7 @@ from moonserve.core.schedule.explain import Explanation, Stages
 from moonserve.core.schedule.profiles import Overhead, Profile
 from moonserve.core.schedule.recorded import RecordedCluster, RecordedInstance
 from moonserve.core.units import InstanceId, Tokens
+from moonserve.sim.setup import Pace
 
 Times = NDArray[np.float64]
 Number = TypeVar("Number", float, Times)
@@ -50,6 +51,7 @@ _UNUSUAL = 10.0
 left out: that request waited for something that the simulator has elsewhere, or not at all."""
 _MOST_ON_ONE = 16
 """Of more instances it is not asked whether they share the cores of one machine."""
+_PREFILL_SCALES = (1.0, 1e3, 1e6, 1e3, 1.0)
 _STEP_SCALES = (1.0, 10.0, 1e3)
 _DOUBT = 10.0
 """By so many times what is expected of a term may be wrong."""
@@ -61,9 +63,12 @@ _SWEEPS = 200
 _STILL = 1e-5
 _ROUNDS = 3
 """The length of a step decides how many there were, and the other way round."""
-_LEAST_SHARE = 0.1
-"""Of the time of a pass that prefills and decodes, each is taken to need at least this share."""
 _LONG_US = 1e12
+_PACE_US = 30e6
+"""For so long the machine is taken to be equally fast: some passes of several requests."""
+_PACE_DOUBT_US = 2e6
+"""So much time of passes counts half as much as is known of it."""
+_MOST_PACES = 500
 _UNKNOWN_BYTES = 1_000
 """What a token of KV is taken to have if its instance does not report it."""
 _OVERHEAD = (5_000.0, 5.0, 5_000.0)
@@ -120,11 +125,14 @@ class _StageFit:
         self._scales = scales
         self._features: list[Sequence[float]] = []
         self._took_us: list[float] = []
+        self.spans: list[Span] = []
+        """When each sample was."""
         self._solved: tuple[float, ...] | None = None
 
-    def add(self, features: Sequence[float], took_us: float) -> None:
+    def add(self, features: Sequence[float], took_us: float, when: Span = (0.0, 0.0)) -> None:
         """One sample; times of zero or below are measuring faults, and count for nothing."""
         if took_us > 0:
+            self.spans.append(when)
             self._features.append(features)
             self._took_us.append(took_us)
             self._solved = None
@@ -211,6 +219,7 @@ class _Together(msgspec.Struct, frozen=True):
     """Requests of one instance that shared passes, or one that had its own."""
 
     where: InstanceId
+    count: int
     first: int
     """The number of the first of them."""
     begin_us: float
@@ -270,6 +279,13 @@ class _Served(msgspec.Struct, frozen=True):
         )
 
     @property
+    def steps_us(self) -> Span:
+        """When it was in decode passes after its first token of decode."""
+        assert self.decoded_us is not None
+        _, last_us = self.decoded_us
+        return last_us - 1e3 * (self.stages.decode_ms or 0.0), last_us
+
+    @property
     def prompt(self) -> Tokens:
         """Tokens of its prompt."""
         return self.row.prompt_tokens or 0
@@ -280,8 +296,21 @@ class _Served(msgspec.Struct, frozen=True):
         return self.row.actual_cached_tokens or 0
 
 
-def fit_profile(name: str, cluster: RecordedCluster, rows: Iterable[Explanation]) -> Profile:
-    """The profile of the instances that served these rows.
+class Fitted(msgspec.Struct, frozen=True):
+    """What recorded requests say of the instances that served them, and of their machine."""
+
+    profile: Profile
+    paces: tuple[Pace, ...]
+    """How many times as long as the profile says passes took, in microseconds since 1970. Their
+    mean over all passes is 1."""
+
+    def paces_since(self, start_us: float, speed: float = 1.0) -> tuple[Pace, ...]:
+        """The same on a clock that began at this time since 1970, and is so many times as fast."""
+        return tuple(Pace(round((it.at_us - start_us) / speed), it.factor) for it in self.paces)
+
+
+def fit(name: str, cluster: RecordedCluster, rows: Iterable[Explanation]) -> Fitted:
+    """The costs of the instances that served these rows, and how fast their machine was meanwhile.
 
     Raises ConfigError: too few of them were served.
     """
@@ -296,7 +325,34 @@ def fit_profile(name: str, cluster: RecordedCluster, rows: Iterable[Explanation]
         )
         raise ConfigError(what, name)
     served.sort(key=lambda one: one.arrived_us)
-    return _Fit(served[-_MOST_ROWS:], instances).profile(name)
+    costs = _Fit(served[-_MOST_ROWS:], instances)
+    return Fitted(costs.profile(name), costs.paces())
+
+
+class _Work:
+    """The prefills of one instance: when, and the features of each."""
+
+    def __init__(self, them: Sequence[tuple[Span, tuple[int, ...]]]) -> None:
+        self._begins, self._ends = np.array([span for span, _ in them]).T
+        self._features = np.array([features for _, features in them], np.float64)
+
+    def between(self, begin: float, end: float) -> list[float]:
+        """The sum of the features of what it prefilled in this time."""
+        shared = np.minimum(end, self._ends) - np.maximum(begin, self._begins)
+        shares = np.clip(shared / (self._ends - self._begins), 0.0, 1.0)
+        return [float(it) for it in shares @ self._features]
+
+
+def _work(served: Sequence[_Served], chunk: Tokens, has_parts: bool) -> dict[InstanceId, _Work]:
+    """has_parts: whether it is known when a prefill was computed; else when its token came."""
+    found: dict[InstanceId, list[tuple[Span, tuple[int, ...]]]] = {}
+    for one in served:
+        begin, end = one.computed_us
+        if one.row.prefill is not None and one.prompt > one.cached and end > begin:
+            span = (begin, end) if has_parts else (end - 1.0, end)
+            features = prefill_features(one.prompt, one.cached, chunk)
+            found.setdefault(one.row.prefill, []).append((span, features))
+    return {where: _Work(them) for where, them in found.items()}
 
 
 class _Fit:
@@ -317,15 +373,22 @@ class _Fit:
         self._decodes = _loads(_spans(served, lambda it: it.row.decode, _decoding))
         self._is_apart = {one.row.request for one in served if _is_apart(one, prefills)}
         self._has_parts = any(one.stages.compute_ms is not None for one in served)
-        self._prefill: Sequence[float] = (0.0,) * 4
-        self._step: Sequence[float] = (0.0,) * 3
-        mixed = {them.where for them in self._together} & self._decodes.keys()
-        for _ in range(_ROUNDS if mixed else 1):
+        self._work = _work(served, self._chunk, self._has_parts)
+        self._is_mixed = not self._work.keys().isdisjoint(self._decodes)
+        self._step: Sequence[float] = LAPTOP_PASS[4:]
+        for _ in range(_ROUNDS if self._is_mixed else 1):
             self._cold_after_us = self._best_cold()
             self._cores = self._best_cores()
             self._cold_after_us = self._best_cold()
-            *self._prefill, self._wake = self._prefills().coefficients
-            self._step = self._steps().coefficients
+            passes, self._step = self._passes()
+        *self._prefill, self._wake = passes
+
+    def paces(self) -> tuple[Pace, ...]:
+        """How many times as long as by these costs passes took, in each span of time."""
+        lines = [self._mixed()] if self._is_mixed else [self._prefills(), self._steps()]
+        spans = np.array([span for line in lines for span in line.spans]).reshape(-1, 2)
+        begin, end = spans.T
+        return _paces(begin, end, np.log(np.concatenate([line.ratios for line in lines])))
 
     def profile(self, name: str) -> Profile:
         """All of it."""
@@ -370,7 +433,8 @@ class _Fit:
         """The idle time that makes the machine half as cold as it gets; 0: none explains passes."""
         errors: dict[float, float] = {}
         for self._cold_after_us in _COLD_AFTER_US:
-            errors[self._cold_after_us] = self._prefills().error
+            line = self._mixed() if self._is_mixed else self._prefills()
+            errors[self._cold_after_us] = line.error
         return _best(errors)
 
     def _best_cores(self) -> float:
@@ -379,26 +443,26 @@ class _Fit:
         tried = np.arange(1.0, count, 0.25) if count <= _MOST_ON_ONE else ()
         errors: dict[float, float] = {}
         for self._cores in (0.0, *map(float, tried)):
-            errors[self._cores] = self._prefills().error + self._steps().error
+            lines = [self._mixed()] if self._is_mixed else [self._prefills(), self._steps()]
+            errors[self._cores] = sum(line.error for line in lines)
         return _best(errors)
 
     def _prefills(self) -> _StageFit:
         """Passes, computed tokens, their squares, tokens before them, and the cold. Prefills that
         shared passes are one sample: they took so long together."""
         prior = _PREFILL if self._cold_after_us else (*_PREFILL[:4], 0.0)
-        line = _StageFit(prior, (1.0, 1e3, 1e6, 1e3, 1.0))
+        line = _StageFit(prior, _PREFILL_SCALES)
         slowed = self._activity.slowed(self._cores)
         colds = self._cold()
         for them in self._together:
             took_us = (them.end_us - them.begin_us) / slowed(them.begin_us, them.end_us)
-            took_us = max(_LEAST_SHARE * took_us, took_us - self._decoded_us(them))
-            line.add((*them.features, float(colds[them.first])), took_us)
+            span = (them.begin_us, them.end_us)
+            line.add((*them.features, float(colds[them.first])), took_us, span)
         return line
 
     def _steps(self) -> _StageFit:
         """Base, requests and context of decode steps, from the means over each request's steps."""
         slowed = self._activity.slowed(self._cores)
-        prefills = self._prefilling()
         step: tuple[float, ...] = LAPTOP_PASS[4:]
         line = _StageFit(step, _STEP_SCALES)
         for _ in range(_ROUNDS):
@@ -407,43 +471,69 @@ class _Fit:
             line = _StageFit(LAPTOP_PASS[4:], _STEP_SCALES)
             for one in self._served:
                 if one.decoded_us is not None:
-                    last_us = one.decoded_us[1]
-                    decode_us = 1e3 * (one.stages.decode_ms or 0.0)
-                    steps = (last_us - decode_us, last_us)
-                    seqs, context = self._beside(one.row.decode, *steps)
-                    features = (one.gaps, one.gaps * seqs, one.gaps * context)
-                    took_us = decode_us / slowed(*steps)
-                    if one.row.decode in prefills:
-                        _, _, prefill_us = prefills[one.row.decode].between(*steps)
-                        took_us = max(_LEAST_SHARE * took_us, took_us - prefill_us)
-                    line.add(features, took_us)
+                    begin, end = one.steps_us
+                    took_us = (end - begin) / slowed(begin, end)
+                    line.add(self._stepped(one), took_us, (begin, end))
             step = line.coefficients
         return line
 
-    def _decoded_us(self, them: _Together) -> float:
-        """What the passes of these prefills took for requests that decoded in them, and half a step
-        of those before, if the prefill's times include the wait for it."""
-        if them.where not in self._decodes:
-            return 0.0
-        seqs, context = self._beside(them.where, them.begin_us, them.end_us)
-        steps = them.features[0] + (0.0 if self._has_parts else 0.5)
-        return steps * min(1.0, seqs) * _step_us(self._step, seqs, context)
+    def _passes(self) -> tuple[Sequence[float], Sequence[float]]:
+        """The coefficients of prefills, the last that of the cold, and those of steps."""
+        if not self._is_mixed:
+            return self._prefills().coefficients, self._steps().coefficients
+        found = self._mixed().coefficients
+        return found[:5], found[5:]
 
-    def _prefilling(self) -> dict[InstanceId, _Load]:
-        """When each instance prefilled, of those that decode too. In place of tokens: the share of
-        the time that the prefill took in its passes."""
-        spans: dict[InstanceId, list[tuple[float, float, float]]] = {}
+    def _mixed(self) -> _StageFit:
+        """The terms of prefills, then those of steps, where one pass may do both.
+
+        The steps of a request have the prefills of others in them, and a prefill has the steps of
+        others in its passes. If no parts of it are known, it also has half of the step that it
+        found; if it met other prefills then, too little is known of it.
+        """
+        prior = _PREFILL if self._cold_after_us else (*_PREFILL[:4], 0.0)
+        line = _StageFit((*prior, *LAPTOP_PASS[4:]), (*_PREFILL_SCALES, *_STEP_SCALES))
+        slowed = self._activity.slowed(self._cores)
+        colds = self._cold()
+        for load in self._decodes.values():
+            load.weigh(partial(_step_us, self._step))
         for them in self._together:
-            if them.where in self._decodes:
-                us = sum(a * b for a, b in zip(self._prefill, them.features, strict=True))
-                took_us = them.end_us - them.begin_us
-                share = min(1.0, us / took_us)
-                spans.setdefault(them.where, []).append((them.begin_us, them.end_us, share))
-        return _loads(spans)
+            seqs, context = self._beside(them.where, them.begin_us, them.end_us)
+            if self._has_parts or them.count == 1 or seqs < _ALONE:
+                passes = them.features[0] + (0.0 if self._has_parts else 0.5)
+                steps = (passes * min(1.0, seqs), passes * seqs, passes * context)
+                took_us = (them.end_us - them.begin_us) / slowed(them.begin_us, them.end_us)
+                span = (them.begin_us, them.end_us)
+                line.add((*them.features, float(colds[them.first]), *steps), took_us, span)
+        for one in self._served:
+            if one.decoded_us is not None:
+                begin, end = one.steps_us
+                others = self._prefilled_beside(one)
+                took_us = (end - begin) / slowed(begin, end)
+                line.add((*others, 0.0, *self._stepped(one)), took_us, (begin, end))
+        return line
+
+    def _stepped(self, one: _Served) -> tuple[float, float, float]:
+        """How many decode steps it took, and the sums over them of requests and of tokens."""
+        seqs, context = self._beside(one.row.decode, *one.steps_us)
+        return one.gaps, one.gaps * seqs, one.gaps * context
+
+    def _prefilled_beside(self, one: _Served) -> Sequence[float]:
+        """The features of the prefills in its decode steps."""
+        assert one.row.decode is not None
+        work = self._work.get(one.row.decode)
+        if work is None:
+            return (0.0,) * 4
+        begin, end = one.steps_us
+        # A prefill without parts counts when its token came: with the tokens of the same pass.
+        late_us = 0.0 if self._has_parts else (end - begin) / one.gaps / 2
+        return work.between(begin + late_us, end + late_us)
 
     def _beside(self, instance: InstanceId | None, begin: float, end: float) -> tuple[float, float]:
         """How many requests decoded there in this time, and how many tokens they had."""
         assert instance is not None
+        if instance not in self._decodes:
+            return 0.0, 0.0
         steps, seqs, context = self._decodes[instance].between(begin, end)
         return (seqs / steps, context / steps) if steps else (0.0, 0.0)
 
@@ -533,6 +623,24 @@ class _Fit:
         return Overhead(*line.coefficients) if line.count >= LEAST_ROWS else Overhead()
 
 
+def _paces(begin_us: Times, end_us: Times, logs: Times) -> tuple[Pace, ...]:
+    """Means of these logarithms over what lies in each span of time; little of it counts less."""
+    if not len(logs):
+        return ()
+    first, last = begin_us.min(), end_us.max()
+    edges = np.arange(first, last, max(_PACE_US, (last - first) / _MOST_PACES))
+    ends = np.append(edges[1:], last)
+    within = np.minimum(end_us[:, None], ends) - np.maximum(begin_us[:, None], edges)
+    within = np.maximum(0.0, within)
+    known_us = within.sum(axis=0)
+    means = logs @ within / (known_us + _PACE_DOUBT_US)
+    means -= means @ known_us / known_us.sum()
+    found = [
+        Pace(round(at), float(factor)) for at, factor in zip(edges, np.exp(means), strict=True)
+    ]
+    return (*found, Pace(round(last), 1.0))
+
+
 def _best(errors: Mapping[float, float]) -> float:
     """The value with the least error; 0 if that explains little."""
     best = min(errors, key=lambda value: errors[value])
@@ -614,7 +722,9 @@ def _of_group(where: InstanceId, them: Sequence[_Served], first: int, chunk: Tok
     _, new, square, past = (sum(column) for column in zip(*all_features, strict=True))
     begin_us = min(one.computed_us[0] for one in them)
     end_us = max(one.computed_us[1] for one in them)
-    return _Together(where, first, begin_us, end_us, (-(-new // chunk), new, square, past))
+    return _Together(
+        where, len(them), first, begin_us, end_us, (-(-new // chunk), new, square, past)
+    )
 
 
 def _is_apart(one: _Served, prefills: Mapping[InstanceId, _Load]) -> bool:

@@ -15,7 +15,7 @@ from moonserve.core.errors import UNREADABLE, ConfigError
 from moonserve.core.schedule.profiles import Profile
 from moonserve.core.schedule.recorded import CLUSTER_FILE, RecordedCluster, RecordedRequest
 from moonserve.core.units import Tokens
-from moonserve.sim.fitted import fit_profile
+from moonserve.sim.fitted import Fitted, fit
 from moonserve.sim.setup import Setup
 from moonserve.sim.trace import Trace, is_recording, lines_of, read_trace, recorded_requests
 
@@ -48,11 +48,17 @@ class Recording(msgspec.Struct, frozen=True):
                 return f"has an instance that does not say its sizes, {it.id}"
         return ""
 
-    def profile(self) -> Profile:
-        """What its instances cost. Raises ConfigError: it has too few requests."""
+    def fitted(self) -> Fitted:
+        """What its instances cost, and how fast their machine was. Raises ConfigError: it has too
+        few requests."""
         if self.why_not:
             raise ConfigError(self.why_not, str(self.where))
-        return fit_profile(str(self.where), self.cluster, self.rows)
+        return fit(str(self.where), self.cluster, self.rows)
+
+    @property
+    def start_us(self) -> float:
+        """When its trace begins, in microseconds since 1970."""
+        return 1e3 * self.rows[0].timestamp
 
     def setup(self, profile: Profile) -> Setup:
         """Its cluster, with instances of this profile."""
@@ -91,7 +97,7 @@ def recorded_profile(path: Path) -> Profile:
     recording = read_recording(path)
     if recording is None:
         raise ConfigError(f"has no {CLUSTER_FILE}: no gateway of this version wrote it", str(path))
-    return recording.profile()
+    return recording.fitted().profile
 
 
 def setup_of_cluster(cluster: RecordedCluster, profile: Profile, block_size: Tokens) -> Setup:

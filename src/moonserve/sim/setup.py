@@ -50,6 +50,14 @@ class Breakdown(msgspec.Struct, frozen=True):
     """slow: how many times longer its passes take from then on."""
 
 
+class Pace(msgspec.Struct, frozen=True):
+    """How fast the machine is from some time on, until the next one."""
+
+    at_us: Micros
+    factor: float
+    """How many times as long as the profile says all work takes."""
+
+
 class Setup(msgspec.Struct, frozen=True):
     """One simulation, apart from its trace."""
 
@@ -95,6 +103,8 @@ class Setup(msgspec.Struct, frozen=True):
     racks: int = 0
     """Instances stand in this many racks, in turn; 0: racks are unknown."""
     breakdowns: tuple[Breakdown, ...] = ()
+    paces: tuple[Pace, ...] = ()
+    """In order of time; before the first one the factor is 1. See sim.fitted."""
     sample_us: Micros = 10 * MICROS_PER_SECOND
     """The time between two samples of queues and loads."""
 

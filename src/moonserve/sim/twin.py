@@ -20,7 +20,7 @@ from moonserve.core.units import MICROS_PER_SECOND, Tokens
 from moonserve.sim.cluster import Simulation
 from moonserve.sim.plan import decode_bound, prefill_bound
 from moonserve.sim.served import Served
-from moonserve.sim.setup import Setup
+from moonserve.sim.setup import Pace, Setup
 from moonserve.sim.trace import Row, Trace
 
 LEAST_JUDGED = 20
@@ -129,14 +129,24 @@ def has_objectives(window: Judged) -> bool:
 class Twin:
     """One window of requests, on any cluster of these instances."""
 
-    def __init__(self, window: Judged, setup: Setup, stop: Callable[[], bool]) -> None:
-        """setup: the cluster as it was; stop: whether there is no time left."""
-        self._setup = msgspec.structs.replace(setup, goal=setup.tuning.slo, sample_us=_SAMPLE_US)
+    def __init__(
+        self,
+        window: Judged,
+        setup: Setup,
+        stop: Callable[[], bool],
+        paces_since: Callable[[float], tuple[Pace, ...]] = lambda start_us: (),
+    ) -> None:
+        """setup: the cluster as it was; stop: whether there is no time left; paces_since: see
+        Fitted."""
         self._stop = stop
         size = window.rows[0].block_size
         before = _prefixes(window.rows, size, max(1, setup.prefill or setup.mixed))
         start_us = before[-1].at_us + _APART_US if before else 0
         first_ms = window.rows[0].timestamp
+        paces = paces_since(1e3 * first_ms - start_us)
+        self._setup = msgspec.structs.replace(
+            setup, goal=setup.tuning.slo, sample_us=_SAMPLE_US, paces=paces
+        )
         load = [_row(row, start_us + 1_000 * (row.timestamp - first_ms)) for row in window.rows]
         self._trace = Trace("recorded", size, before + load)
         self._load = Trace("recorded", size, load)
