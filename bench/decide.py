@@ -8,8 +8,9 @@ reservation and decision record. Theirs is `select`, which reserves nothing. PYT
 interpreter that has `ai-dynamo-runtime` (1.6.1 was measured), `pyzmq` and `msgpack`. The index is
 that of bench/index.py, and requests are in flight, two per instance.
 
-Three rows for each size:
+Four rows for each size:
   keys    the keys are given (theirs: block and sequence hashes); the request's end is not timed
+  reserve the same with reservation on both sides: theirs select_and_reserve
   tokens  the same with token ids given: both hash them first
   life    keys given, to the end: ours PrefillEnded and DecodeEnded, theirs select_and_reserve,
           prefill_complete and free_reservation
@@ -47,7 +48,7 @@ SETUPS = {
     "both": "all prefill and decode, one cost model",
     "own": "half prefill and half decode, each with a cost model fitted to it alone, stores full",
 }
-KINDS = ("keys", "tokens", "life")
+KINDS = ("keys", "reserve", "tokens", "life")
 FIRST_PORT = 23_000
 
 
@@ -319,7 +320,7 @@ async def serve(kind: str, args: Sequence[str]) -> None:
     gc.collect()
     gc.freeze()
     print("{}", flush=True)
-    calls = (side.keys_given, side.tokens_given, side.whole_life)
+    calls = (side.keys_given, side.reserve, side.tokens_given, side.whole_life)
     for _ in sys.stdin:
         times = {}
         for n, of in asks.items():

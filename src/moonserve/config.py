@@ -107,8 +107,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         _flag(
             "up gateway front",
             "N",
-            "number of gateway processes that serve clients; several share one Conductor, which"
-            " then has its own process",
+            "number of processes that serve clients, or pick endpoints; several share one"
+            " Conductor, which then has its own process",
         ),
     ] = 1
     picker_port: Annotated[
@@ -665,10 +665,11 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 FIELDS: tuple[str, ...] = Settings.__struct_fields__
 _NOT_OF_PICKER = {
-    *("workers", "store_url", "eviction", "store", "cpp", "spread_bytes", "keys", "open"),
-    *("metrics_access", "cors_origins", "keep_alive_s", "max_connections", "address_connections"),
+    *("store_url", "eviction", "store", "cpp", "spread_bytes", "open", "cors_origins"),
+    *("keep_alive_s", "max_connections", "address_connections"),
 }
-"""Flags of `gateway` that `picker` lacks: it has no clients of its own, and no workers."""
+"""Flags of `gateway` that `picker` lacks: clients have no connection to it, and it has no workers
+of ours."""
 _Filled = TypeVar("_Filled", bound=msgspec.Struct)
 
 

@@ -49,15 +49,22 @@ def test_the_ratio_follows_what_engines_count() -> None:
 
 
 @given(
-    st.lists(st.tuples(st.integers(0, 5), st.integers(0, 9), st.booleans()), max_size=40),
+    st.lists(st.tuples(st.text("abc", max_size=9), st.booleans()), max_size=40),
     st.integers(1, 12),
 )
-def test_the_index_holds_what_is_guessed(history: list[tuple[int, int, bool]], blocks: int) -> None:
-    """After any history the index has exactly the keys that are held, never more than fit."""
+def test_the_index_holds_what_is_guessed(history: list[tuple[str, bool]], blocks: int) -> None:
+    """After any history the index has exactly the keys that are held, never more than fit: those
+    used last, and of one chain the first."""
     it, index = guess(blocks), PrefixIndex()
-    for chain, pieces, wrong in history:
-        keys = text_keys(ROOT, bytes([chain]) * 4 * pieces, 4)
+    used: dict[BlockKey, None] = {}
+    """What should be held, the latest used last."""
+    for text, wrong in history:
+        keys = text_keys(ROOT, text.encode(), 1)
+        for key in reversed(keys[: it.room]):
+            used.pop(key, None)
+            used[key] = None
         facts, before = it.served(keys), it.room
+        used = dict([*used.items()][-before:])
         facts += it.said(100, 0 if wrong else 100)
         for fact in facts:
             if isinstance(fact, BlocksStored):
@@ -65,6 +72,8 @@ def test_the_index_holds_what_is_guessed(history: list[tuple[int, int, bool]], b
             else:
                 index.removed(fact.segment, fact.keys, fact.tier, fact.epoch)
         assert len(index) == len(it) <= it.room <= blocks
+        used = dict([*used.items()][-it.room :])
+        assert {key for run in index.inventory(SegmentId("e")) for key in run[0]} == used.keys()
         found = index.match(keys).by_holder.get(SegmentId("e"), 0)
         assert found == min(len(keys), before, it.room)
 

@@ -92,7 +92,7 @@ def test_the_terms_of_algorithm_1(
     assert made.transfer_us == list(transfer_us)
     assert made.compute_us == list(compute_us)
     assert made.queue_us == [0, 70]
-    assert made.ttft_us()[1] == transfer_us[1] + 70 + compute_us[1]
+    assert made.ttft_us[1] == transfer_us[1] + 70 + compute_us[1]
 
 
 def test_what_costs_more_to_load_than_to_compute_is_computed() -> None:

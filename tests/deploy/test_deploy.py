@@ -16,8 +16,10 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, NamedTuple
+from urllib.parse import urlsplit
 
 import click
 import pytest
@@ -25,15 +27,18 @@ import yaml
 
 from moonserve import __version__
 from moonserve.cli import cli
-from moonserve.cli.instances import engines_of, sources_of
+from moonserve.cli.instances import Named, engines_of, sources_of
+from moonserve.cli.roles import _check_front
 from moonserve.config import Settings, all_flags, load
 from moonserve.core.errors import ConfigError
+from moonserve.live.picker.server import LIVENESS, READINESS
 from tests.support.metric_names import frozen
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
 CHART = DEPLOY / "helm" / "moonserve"
 BASE = DEPLOY / "kustomize" / "base"
+WITH_PICKER = DEPLOY / "kustomize" / "picker"
 COMPOSE = DEPLOY / "compose"
 UNITS = sorted((DEPLOY / "systemd").glob("*.service"))
 FILE = "/etc/moonserve/moonserve.yaml"
@@ -52,6 +57,20 @@ RENDERED: Mapping[str, Sequence[str]] = {
         "autoscaling.decode.target.name=vllm-decode",
     ),
     "keys": ("apiKeys.existingSecret=k", "engineKeys.existingSecret=e", "token.existingSecret=t"),
+    "picker": (
+        "picker.enabled=true",
+        "apiKeys.existingSecret=k",
+        "picker.inferencePool.name=llama",
+        "picker.inferencePool.matchLabels.app=vllm",
+        'config.kubernetes=[{"pool": "llama"}]',
+    ),
+    "TLS": ("picker.enabled=true", "tls.enabled=true", "tls.issuer.name=ca"),
+    "workers and TLS": (
+        *WITHOUT_ENGINES,
+        "tls.enabled=true",
+        "tls.issuer.name=ca",
+        "serviceMonitor.enabled=true",
+    ),
     "workers": (*WITHOUT_ENGINES, "autoscaling.kind=keda", "serviceMonitor.enabled=true"),
     "workers and standby": (
         *WITHOUT_ENGINES,
@@ -87,9 +106,11 @@ class Run(NamedTuple):
         params = command.make_context(command.name, words, parent=context).params
         flags = {name: params[name] for name in all_flags() if name in params}
         settings = load(params.get("config"), {}, flags)
-        if command.name in ("conductor", "gateway"):
+        if command.name in ("conductor", "gateway", "picker"):
             engines_of(settings, file, [])
             sources_of(settings)
+        if settings.conductor:
+            _check_front(settings, Named(), flags, None)
         return command.name or "", settings
 
 
@@ -138,10 +159,10 @@ def of_objects(objects: list[dict[str, Any]]) -> list[Run]:
     return [Run(tuple(c["args"]), settings) for pod in pods(objects) for c in pod["containers"]]
 
 
-def base() -> list[dict[str, Any]]:
-    """The objects of the kustomize base, without kustomize."""
+def base(*more: Path) -> list[dict[str, Any]]:
+    """The objects of the kustomize base, and those of further files, without kustomize."""
     listed = yaml.safe_load((BASE / "kustomization.yaml").read_text())
-    files = [BASE / name for name in listed["resources"]]
+    files = [*(BASE / name for name in listed["resources"]), *more]
     data = {"moonserve.yaml": (BASE / "moonserve.yaml").read_text()}
     made = {"kind": "ConfigMap", "data": data}
     return [*(it for file in files for it in documents(file.read_text())), made]
@@ -169,7 +190,8 @@ def unit(file: Path) -> tuple[str, ...]:
 
 def test_commands_of_the_kustomize_base(tmp_path: Path) -> None:
     """Every flag exists, and the file of settings is valid."""
-    assert [it.checked(tmp_path)[0] for it in of_objects(base())] == ["conductor", "gateway"]
+    runs = of_objects(base(WITH_PICKER / "picker.yaml"))
+    assert [it.checked(tmp_path)[0] for it in runs] == ["conductor", "gateway", "picker"]
 
 
 def test_commands_of_the_compose_file(tmp_path: Path) -> None:
@@ -234,7 +256,8 @@ def test_the_chart_runs_moonserves_commands(name: str, tmp_path: Path) -> None:
     commands = [it.checked(tmp_path)[0] for it in of_objects(objects)]
     workers = "workers" in name
     store = ["serve"] if name == "workers and standby" else []
-    expected = ["conductor", "gateway", *store, *(["worker", "worker"] if workers else [])]
+    picker = ["picker"] if name in ("picker", "TLS") else []
+    expected = ["conductor", "gateway", *picker, *store, *(["worker", "worker"] if workers else [])]
     assert sorted(commands) == sorted(expected)
     for pod in pods(objects):
         assert pod["securityContext"]["runAsNonRoot"]
@@ -270,6 +293,62 @@ def test_the_charts_names_meet(name: str) -> None:
             assert ("ServiceAccount", it["subjects"][0]["name"]) in made
 
 
+@pytest.mark.parametrize("name", [it for it in RENDERED if "TLS" in it])
+def test_with_tls_nothing_is_called_in_clear(name: str) -> None:
+    """Processes call each other by names that the certificate has. Kubelets, which have no
+    certificate, ask only those for /health that ask for none."""
+    objects = rendered(name)
+    (certificate,) = (it["spec"] for it in objects if it["kind"] == "Certificate")
+    assert set(certificate["usages"]) == {"server auth", "client auth"}
+    for pod in pods(objects):
+        (container,) = pod["containers"]
+        variables = {it["name"]: it.get("value") for it in container["env"]}
+        files = {variables[f"MOONSERVE_TLS_{it}"] for it in ("CERT", "KEY", "CA")}
+        (mount,) = [it for it in container["volumeMounts"] if it["name"] == "tls"]
+        assert {it.rpartition("/")[0] for it in files} == {mount["mountPath"]}
+        for word in container["args"]:
+            flag, _, value = word.partition("=")
+            if flag in ("--conductor", "--gateway", "--store-url"):
+                assert value.startswith("https://"), word
+                value = str(urlsplit(value).hostname)
+            elif flag != "--advertise-host":
+                continue
+            value = re.sub(r"\$\((\w+)\)", lambda at: SAMPLES[at[1]], value)
+            assert any(fnmatch(value, it) for it in certificate["dnsNames"]), value
+        for probe in ("startupProbe", "livenessProbe", "readinessProbe"):
+            asks = container[probe]
+            serves_clients = container["name"] in ("gateway", "picker")
+            assert ("tcpSocket" in asks) != serves_clients
+            assert not serves_clients or asks["httpGet"]["scheme"] == "HTTPS"
+    for it in objects:
+        if it["kind"] == "ServiceMonitor":
+            (endpoint,) = it["spec"]["endpoints"]
+            assert endpoint["scheme"] == "https"
+            assert endpoint["tlsConfig"]["serverName"] in certificate["dnsNames"]
+
+
+def test_gateways_find_the_picker() -> None:
+    """The pool names its Service, and the probes are services of its gRPC server."""
+    objects = rendered("picker")
+    (pool,) = (it["spec"] for it in objects if it["kind"] == "InferencePool")
+    named = pool["endpointPickerRef"]
+    (service,) = (
+        it["spec"]
+        for it in objects
+        if it["kind"] == "Service" and it["metadata"]["name"] == named["name"]
+    )
+    (port,) = service["ports"]
+    assert port["port"] == named["port"]["number"]
+    for template in (*pods(objects), *pods(base(WITH_PICKER / "picker.yaml"))):
+        (container,) = template["containers"]
+        if container["name"] != "picker":
+            continue
+        assert {"name": "grpc", "containerPort": 9002} in container["ports"]
+        assert "--picker-port=9002" in container["args"]
+        assert container["livenessProbe"]["grpc"] == {"port": 9002, "service": LIVENESS}
+        assert container["readinessProbe"]["grpc"]["service"] in READINESS
+
+
 @pytest.mark.parametrize(
     ("values", "says"),
     [
@@ -279,6 +358,16 @@ def test_the_charts_names_meet(name: str) -> None:
         (["conductor.registry=http://x"], "registry"),
         (["gatway.replicas=2"], "gatway"),
         (["autoscaling.kind=keda"], "name the Deployment of the engines"),
+        (["tls.enabled=true"], "name a secret with tls.crt"),
+        (
+            ["tls.enabled=true", "tls.existingSecret=t", "conductor.registry=etcds://e:2379"],
+            "with conductor.registry pods find each other by their addresses",
+        ),
+        ([*WITHOUT_ENGINES, "picker.enabled=true"], "picker.enabled: workers of ours"),
+        (
+            ["picker.enabled=true", "picker.inferencePool.name=x"],
+            "picker.inferencePool.matchLabels: name the labels",
+        ),
     ],
 )
 def test_contradicting_values_are_refused(values: list[str], says: str) -> None:
@@ -304,21 +393,27 @@ def test_the_chart_has_the_packages_version() -> None:
     chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
     (version,) = re.findall(r'^version = "(.*)"', (ROOT / "pyproject.toml").read_text(), re.M)
     assert version == __version__
-    image = yaml.safe_load((BASE / "kustomization.yaml").read_text())["images"][0]["newTag"]
-    assert (chart["version"], chart["appVersion"], image) == (version, version, version)
+    assert (chart["version"], chart["appVersion"]) == (version, version)
+    for folder in (BASE, WITH_PICKER):
+        made = yaml.safe_load((folder / "kustomization.yaml").read_text())
+        assert made["images"][0]["newTag"] == version
     for file in (COMPOSE / "compose.yaml", DEPLOY / "container" / "Containerfile"):
         assert f"moonserve:{version}" in file.read_text(), file
 
 
-@pytest.mark.parametrize("name", [*RENDERED, "kustomize"])
+KINDS_OF_OTHERS = ("ScaledObject", "ServiceMonitor", "InferencePool", "Certificate")
+
+
+@pytest.mark.parametrize("name", [*RENDERED, "kustomize", "kustomize picker"])
 def test_kubernetes_accepts_the_objects(name: str, tmp_path: Path) -> None:
     """By the schemas of a version of Kubernetes; kinds of operators have none there."""
     validate = tool("kubernetes-validate")
-    if name == "kustomize":
-        objects = documents(output(tool("kubectl"), "kustomize", str(BASE)))
+    if "kustomize" in name:
+        folder = WITH_PICKER if "picker" in name else BASE
+        objects = documents(output(tool("kubectl"), "kustomize", str(folder)))
     else:
         objects = rendered(name)
-    known = [it for it in objects if it["kind"] not in ("ScaledObject", "ServiceMonitor")]
+    known = [it for it in objects if it["kind"] not in KINDS_OF_OTHERS]
     file = tmp_path / "objects.yaml"
     file.write_text(yaml.safe_dump_all(known))
     said = output(validate, "--strict", "-k", "1.37", str(file))

@@ -43,7 +43,6 @@ SMALL = (
     (search, "LOOKED", 3),
     (search, "_WINDOW", 6),
     (estimate, "HOLDERS", 3),
-    (estimate, "_PROBED", 1),
 )
 
 

@@ -232,8 +232,10 @@ def test_a_client_that_leaves_ends_its_call(tmp_path: Path) -> None:
     proxied(use, tmp_path, E0)
 
 
-def test_many_streams_at_once(tmp_path: Path) -> None:
-    """Every one of them is whole, none gets a 5xx, and the engines share them."""
+@pytest.mark.parametrize("shared_s", [None, 1.0], ids=["alone", "shared port"])
+def test_many_streams_at_once(tmp_path: Path, shared_s: float | None) -> None:
+    """Every one of them is whole, none gets a 5xx, and the engines share them. Where pickers share
+    a port, Envoy opens connections enough for all of them."""
 
     async def use(via: Proxied) -> None:
         async def one(number: int) -> int:
@@ -250,8 +252,10 @@ def test_many_streams_at_once(tmp_path: Path) -> None:
         while requests["/v1/completions", 200] < STREAMS + 1:
             await asyncio.sleep(0.01)
         assert [status for _, status in requests] == [200]
+        connections = len(via.site.server._serving.open)
+        assert connections == 1 if shared_s is None else connections >= STREAMS // 64
 
-    settings = {"streams": 2 * STREAMS, "within_s": 60.0}
+    settings = {"streams": 2 * STREAMS, "within_s": 60.0, "shared_s": shared_s}
     proxied(use, tmp_path, E0, E1, E2, settings=settings)
 
 

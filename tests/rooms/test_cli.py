@@ -705,8 +705,8 @@ def test_flags_that_are_no_settings_reach_the_parts_of_a_gateway() -> None:
         "--events",
         "off",
     ]
-    cast = conductor_and_fronts(Settings(workers=2), "secret", words)
-    children = cast.children(81, Path("/x"))
+    cast = conductor_and_fronts("gateway", "secret", words)
+    children = cast.children(Settings(workers=2, port=81), Path("/x"))
     assert [child.name for child in children] == ["conductor", "front0", "front1"]
     first, *fronts = children
     assert " ".join(words) in " ".join(first.argv)

@@ -22,7 +22,7 @@ def run(use: Callable[[ActionInbox], Awaitable[None]]) -> None:
 
     async def main() -> None:
         async with asyncio.timeout(5):
-            await use(ActionInbox())
+            await use(ActionInbox(asyncio.get_running_loop()))
 
     asyncio.run(main())
 

@@ -10,8 +10,8 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from moonserve.core.errors import EngineFailed  # noqa: E402
-from moonserve.core.request import Sampling  # noqa: E402
-from moonserve.live.engine.sampler import sample, uniform  # noqa: E402
+from moonserve.core.request import Sampling, Shaping  # noqa: E402
+from moonserve.live.engine.sampler import logprobs, sample, shape, uniform  # noqa: E402
 
 LOGITS = [0.0, 2.0, 1.0, 3.0, 3.0, -1.0]
 
@@ -77,3 +77,29 @@ def test_not_finite_is_refused() -> None:
     for bad in (math.nan, math.inf):
         with pytest.raises(EngineFailed):
             sample(torch.tensor([[0.0, bad]]), [(Sampling(), 0)])
+
+
+def test_biases_and_barred_tokens_change_the_rows_that_ask_for_them() -> None:
+    """A bias is added to its logit; a barred token does not come before its position."""
+    rows = torch.tensor([LOGITS] * 4)
+    biased = Sampling(temperature=0.0, shaping=Shaping(bias=((1, 2.5), (0, -100.0))))
+    barred = Sampling(temperature=0.0, shaping=Shaping(barred=(3, 4), barred_until=8))
+    wanted = [(Sampling(temperature=0.0), 7), (biased, 7), (barred, 7), (barred, 8)]
+    assert shape(rows, wanted) == {}
+    assert sample(rows, wanted) == [3, 1, 1, 3]
+
+
+def test_log_probabilities_are_those_of_the_logits_as_they_are() -> None:
+    """A bias chooses another token and changes no probability; the likeliest come first."""
+    rows = torch.tensor([LOGITS] * 2)
+    how = Sampling(temperature=0.0, shaping=Shaping(bias=((5, 100.0),), logprobs=2))
+    wanted = [(Sampling(temperature=0.0), 1), (how, 1)]
+    ((row, (plain, most)),) = shape(rows, wanted).items()
+    tokens = sample(rows, wanted)
+    assert (row, most, tokens) == (1, 2, [3, 5])
+    found = logprobs(plain, tokens[row], most)
+    total = sum(math.exp(x) for x in LOGITS)
+    assert found.logprob == pytest.approx(-1.0 - math.log(total))
+    assert [token for token, _ in found.top] == [3, 4]
+    assert found.top[0][1] == pytest.approx(3.0 - math.log(total))
+    assert logprobs(plain, 3, 0).top == ()

@@ -134,14 +134,24 @@ def test_a_mismatch_is_refused_by_name(
     run(body)
 
 
-@pytest.mark.parametrize(("connector", "hints"), [("mooncake", True), ("nixl", False)])
-def test_an_engine_that_does_not_come_up_may_lack_a_library(connector: Any, hints: bool) -> None:
-    """vLLM's mooncake connector ends without it, and its log does not name it."""
+@pytest.mark.parametrize(
+    ("connector", "shared_store", "hints"),
+    [("mooncake", False, True), ("nixl", True, True), ("nixl", False, False)],
+)
+def test_an_engine_that_does_not_come_up_may_lack_a_library(
+    connector: Any, shared_store: bool, hints: bool
+) -> None:
+    """vLLM's connectors of Mooncake end without it, and its log does not name it. NIXL's wheel has
+    one of its own."""
 
     async def body() -> None:
         async with rig() as it:
             spec = InstanceSpec(
-                name="a", url="http://127.0.0.1:1", role="decode", connector=connector
+                name="a",
+                url="http://127.0.0.1:1",
+                role="decode",
+                connector=connector,
+                shared_store=shared_store,
             )
             await it.fleet.add("test", spec)
             await it.until(lambda: it.monitor("a").why)

@@ -356,25 +356,25 @@ BAD: list[tuple[tuple[str, Any], str | None]] = [
     (_chat(stream="yes"), "stream"),
     (_chat(stream_options={"include_usage": True}), "stream_options"),
     (_chat(stream=True, stream_options={"include_usage": 1}), "stream_options.include_usage"),
-    (_chat(n=2), "n"),
-    (_chat(logprobs=True), "logprobs"),
+    (_chat(n=0), "n"),
+    (_chat(logprobs=2), "logprobs"),
     (_chat(tools=[{"type": "function"}]), "tools"),
     (_chat(tool_choice="required"), "tool_choice"),
-    (_chat(response_format={"type": "json_object"}), "response_format"),
-    (_chat(logit_bias={"1": 2}), "logit_bias"),
+    (_chat(response_format={"type": "xml"}), "response_format.type"),
+    (_chat(logit_bias={"x": 2}), "logit_bias"),
     (_chat(presence_penalty=0.5), "presence_penalty"),
     (_chat(frequency_penalty=-1), "frequency_penalty"),
     (_text(best_of=2), "best_of"),
     (_text(echo=True), "echo"),
     (_text(suffix="s"), "suffix"),
-    (_text(logprobs=0), "logprobs"),
+    (_text(logprobs=-1), "logprobs"),
     ((TEXT, {"model": "m"}), "prompt"),
     (_text(prompt=""), "prompt"),
     (_text(prompt=[]), "prompt"),
     (_text(prompt=[[]]), "prompt"),
     (_text(prompt=7), "prompt"),
-    (_text(prompt=["a", "b"]), "prompt"),
-    (_text(prompt=[[1], [2]]), "prompt"),
+    (_text(prompt=["a", 1]), "prompt[1]"),
+    (_text(prompt=[[1], 2]), "prompt[1]"),
     (_text(prompt=[1, "b"]), "prompt[1]"),
     (_text(prompt=[1, -1]), "prompt[1]"),
     (_text(prompt=[1, 257]), "prompt[1]"),
@@ -451,8 +451,8 @@ def test_unsupported_fields_say_so() -> None:
     async def use(rig: Rig) -> None:
         odd: list[Any] = [2, -1, 0, 1.5, [], True, "1"]
         for asked, message in [
-            *((_chat(n=n), "n: only 1 is supported here") for n in odd),
-            (_text(logprobs=0), "logprobs: only false is supported here"),
+            *((_chat(best_of=n), "best_of: only 1 is supported here") for n in odd),
+            (_text(echo=0), "echo: only false is supported here"),
             (_chat(tool_choice="x"), 'tool_choice: only "none" or "auto" is supported here'),
             (_chat(guided_regex="x"), "guided_regex: not supported here; leave it out"),
         ]:
@@ -1031,7 +1031,7 @@ def test_metrics() -> None:
     async def use(rig: Rig) -> None:
         await rig.post(CHAT, HI)
         await rig.events(TEXT, ONCE)
-        await rig.post(*_chat(n=2))
+        await rig.post(*_chat(n=0))
         text = (await rig.get("/metrics")).body.decode()
         for line in [
             'moonserve_requests_total{route="/v1/chat/completions",status="200"} 1.0',

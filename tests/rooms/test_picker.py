@@ -49,6 +49,12 @@ def error(reply: Any) -> tuple[int, dict[str, Any]]:
     return immediate.status.code, msgspec.json.decode(immediate.body)["error"]
 
 
+def first_tokens(site: PickerSite) -> float:
+    """How many first tokens have been measured."""
+    samples = site.picker.metrics.ttft.family("x", "").samples
+    return max(it.value for it in samples if it.name == "x_bucket")
+
+
 async def asked(site: PickerSite, body: bytes, **head: Any) -> Any:
     """The answer to a request that is then given up."""
     exchange = site.exchange()
@@ -305,6 +311,127 @@ def test_other_paths_go_to_each_engine_in_turn() -> None:
     run(use, E0, E1)
 
 
+FORMS: list[tuple[str, dict[str, Any]]] = [
+    ("/v1/responses", {"input": LONG, "instructions": "Be brief."}),
+    ("/v1/messages", {"messages": [{"role": "user", "content": LONG}], "max_tokens": 4}),
+    ("/v1/embeddings", {"input": LONG}),
+    ("/v1/rerank", {"query": "night", "documents": [LONG, "x"]}),
+    ("/v1/completions", {"prompt": [LONG]}),
+]
+
+
+@pytest.mark.parametrize(("path", "body"), FORMS)
+def test_all_forms_are_placed_as_a_gateway_places_them(path: str, body: dict[str, Any]) -> None:
+    """Those that generate go to the holder of their prefix, the others where there is room."""
+
+    async def use(site: PickerSite) -> None:
+        names = set()
+        for turn in range(3):
+            exchange = site.exchange()
+            raw = msgspec.json.encode({"model": "m", **body})
+            reply = await exchange.ask(raw, path=path, fields={"x-request-id": f"r{turn}"})
+            names.add(destinations(reply)[0])
+            await exchange.reply()  # the body
+            assert site.conductor.core.promised().requests == 1
+            await exchange.send(reply_head())
+            await exchange.reply()
+            exchange.cancel()
+            await site.settled()
+            assert record(site, f"r{turn}").prompt_tokens > 100
+        assert len(names) == 1 or path in ("/v1/embeddings", "/v1/rerank")
+        assert site.picker.metrics.requests[path, 200] == 3
+
+    run(use, E0, E1, E2)
+
+
+@pytest.mark.parametrize(("path", "body"), FORMS)
+def test_a_sidecar_hands_over_chat_and_completions_only(path: str, body: dict[str, Any]) -> None:
+    """Of engines with separate roles, one serves all of a request of another form."""
+
+    async def use(site: PickerSite) -> None:
+        reply = await asked(site, msgspec.json.encode({"model": "m", **body}), path=path)
+        assert (PREFILLER in mutated(reply)) == (path == "/v1/completions")
+        assert set(site.named(destinations(reply))) <= {"d0", "d1"}
+
+    run(use, P0, D0, D1)
+
+
+def test_several_prompts_of_one_request_have_no_holder() -> None:
+    """A completion with a list of prompts is served whole, by any engine."""
+
+    async def use(site: PickerSite) -> None:
+        body = msgspec.json.encode({"model": "m", "prompt": [LONG, "b"]})
+        assert len(destinations(await asked(site, body))) == 2
+        assert site.backend.reader.read["unread"] == 1
+
+    run(use, E0, E1)
+
+
+@pytest.mark.parametrize(
+    ("path", "events", "outcome"),
+    [
+        (
+            "/v1/responses",
+            [
+                b'event: response.created\ndata: {"type":"response.created"}\n\n',
+                b'event: response.output_text.delta\ndata: {"delta":"a"}\n\n',
+                b'event: response.completed\ndata: {"response":{"status":"completed","usage":'
+                b'{"input_tokens":16,"input_tokens_details":{"cached_tokens":8},"output_tokens":5'
+                b"}}}\n\n",
+            ],
+            "stop",
+        ),
+        (
+            "/v1/messages",
+            [
+                b'event: message_start\ndata: {"message":{"usage":{"input_tokens":16,'
+                b'"output_tokens":0}}}\n\n',
+                b'event: content_block_delta\ndata: {"delta":{"text":"a"}}\n\n',
+                b'event: message_delta\ndata: {"delta":{"stop_reason":"max_tokens"},"usage":'
+                b'{"input_tokens":16,"output_tokens":5}}\n\n'
+                b'event: message_stop\ndata: {"type":"message_stop"}\n\n',
+            ],
+            "length",
+        ),
+    ],
+)
+def test_replies_with_named_events_are_measured(
+    path: str, events: list[bytes], outcome: str
+) -> None:
+    """The first piece of text is the first token; tokens and the reason of the end are counted."""
+
+    async def use(site: PickerSite) -> None:
+        exchange = site.exchange()
+        said = [{"role": "user", "content": "hi"}]
+        body = {"model": "m", "input": said, "messages": said, "max_tokens": 5, "stream": True}
+        head = {"fields": {"x-request-id": "r1"}, "path": path, "reply_mode": DUPLEX}
+        await exchange.ask(msgspec.json.encode(body), **head)
+        await exchange.reply()  # the body
+        await exchange.send(reply_head())
+        await exchange.reply()
+        for number, event in enumerate(events):
+            await exchange.send(reply_body(event, ends=number == 2))
+            await exchange.reply()
+            assert first_tokens(site) == (number > 0)
+        exchange.cancel()
+        await site.settled()
+        found = record(site, "r1")
+        assert (found.outcome, found.measured.tokens) == (outcome, 5)
+
+    run(use, E0)
+
+
+def test_refusals_have_the_shape_of_their_form() -> None:
+    """Anthropic's clients read an error in Anthropic's shape."""
+
+    async def use(site: PickerSite) -> None:
+        reply = await asked(site, b'{"model":"m"}', path="/v1/messages")
+        body = msgspec.json.decode(reply.immediate_response.body)
+        assert (body["type"], body["error"]["type"]) == ("error", "invalid_request_error")
+
+    run(use, E0)
+
+
 @pytest.mark.parametrize(
     ("body", "head", "status", "text"),
     [
@@ -350,7 +477,7 @@ def test_without_an_engine_it_is_503() -> None:
 
     async def use(site: PickerSite) -> None:
         for path in ("/v1/completions", "/v1/embeddings"):
-            assert error(await asked(site, completion(), path=path))[0] == 503
+            assert error(await asked(site, completion(input="a"), path=path))[0] == 503
 
     run(use)
 

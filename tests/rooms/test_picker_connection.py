@@ -365,6 +365,24 @@ def test_handlers_may_end_calls() -> None:
     run(use, handler)
 
 
+def test_a_whole_call_in_one_packet_may_be_refused() -> None:
+    """Its stream is closed by then, and the connection goes on."""
+
+    async def use(peer: Peer) -> None:
+        unknown, compressed = peer.call("/b"), peer.call()
+        peer.say(unknown, framed(b"x"), ends=True)
+        peer.say(compressed, framed(b"x", compressed=1), ends=True)
+        await peer.turns()
+        assert (peer.status(unknown)[0], peer.status(compressed)[0]) == (12, 12)
+        assert not peer.of(StreamReset)
+        stream = peer.call()
+        peer.say(stream, framed(b"on"), ends=True)
+        await peer.turns()
+        assert peer.received(stream) == framed(b"on")
+
+    run(use)
+
+
 def test_calls_are_bounded() -> None:
     """A call too many is refused, until another has ended."""
 
@@ -435,6 +453,33 @@ def test_a_server_that_leaves_lets_calls_end() -> None:
         assert [it.error_code for it in refused] == [ErrorCodes.REFUSED_STREAM]
 
     run(use)
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_a_connection_that_ends_ends_its_calls(
+    broken: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also one whose peer says so, or breaks HTTP/2, while a handler has something to write."""
+    go = asyncio.Event()
+
+    async def handler(call: GrpcCall) -> None:
+        try:
+            await go.wait()
+        finally:
+            await call.write(b"late")
+
+    async def use(peer: Peer) -> None:
+        peer.call()
+        await peer.turns()
+        if not broken:
+            peer.h2.close_connection()
+        peer.end.data_received(b"\0" * 9 if broken else peer.h2.data_to_send())
+        go.set()
+        await asyncio.sleep(0)
+        assert peer.wire.closed
+        assert "bug" not in caplog.text
+
+    run(use, handler)
 
 
 def test_a_silent_peer_is_asked_and_then_left(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,8 @@ import pytest
 from click.testing import CliRunner
 
 from moonserve.cli import cli
+from moonserve.cli.fronts import _reserved, conductor_and_fronts
+from moonserve.config import Settings
 from moonserve.core.errors import ConfigError
 from moonserve.live.control.config import GatewayConfig
 from moonserve.live.external.spec import InstanceSpec
@@ -118,6 +120,50 @@ def test_several_pickers_before_one_conductor(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
+def test_pickers_that_share_a_port(tmp_path: Path) -> None:
+    """One that leaves refuses new calls and lets old ones end; connections made from then on reach
+    the others."""
+
+    async def main() -> None:
+        engine = await FakeVllm("e0").start()
+        http = HttpClient()
+        link = str(tmp_path / "link")
+        alone = msgspec.structs.replace(CONFIG, picker_port=None, socket=link)
+        conductor = await ConductorProcess.start(alone, specs_of(engine))
+        with _reserved("127.0.0.1", 0) as port, _reserved("127.0.0.1", 0, "picker_port") as at:
+            behind = msgspec.structs.replace(CONFIG, conductor=link, port=port, picker_port=at)
+            leaves = await FrontProcess.start(behind, shared=True)
+            try:
+                async with grpc.aio.insecure_channel(f"127.0.0.1:{at}") as channel:
+                    await ready(http, leaves)
+                    exchange = Exchange(channel)
+                    assert destinations(await exchange.ask(completion()))
+                    await exchange.reply()  # the body
+                    stays = await FrontProcess.start(behind, shared=True)
+                    try:
+                        stopping = asyncio.create_task(leaves.stop(10))
+                        async with asyncio.timeout(10):
+                            while server_of(leaves)._listener.is_serving():
+                                await asyncio.sleep(0.005)
+                            await ready(http, stays)
+                            assert await pick(stays)
+                            assert await pick(stays)
+                        assert not stopping.done()
+                        await exchange.send(reply_head())
+                        assert (await exchange.reply()).HasField("response_headers")
+                        exchange.cancel()
+                        await stopping
+                    finally:
+                        await stays.stop(0)
+            finally:
+                await leaves.stop(0)
+                await conductor.stop(0)
+                await http.close()
+                await engine.stop()
+
+    asyncio.run(main())
+
+
 def test_a_picker_needs_external_engines(tmp_path: Path) -> None:
     """A Conductor with workers of ours is no Conductor for a picker."""
 
@@ -155,9 +201,9 @@ def test_a_picker_with_tls_takes_proxies_with_a_certificate(tmp_path: Path) -> N
                     exchange = Exchange(channel)
                     if status is None:
                         with pytest.raises((grpc.aio.AioRpcError, asyncio.CancelledError)):
-                            await exchange.ask(completion(), path="/v1/embeddings")
+                            await exchange.ask(completion(), path="/v1/models")
                         continue
-                    reply = await exchange.ask(completion(), path="/v1/embeddings")
+                    reply = await exchange.ask(completion(), path="/v1/models")
                     assert reply.immediate_response.status.code == status
         finally:
             await process.stop(0)
@@ -181,11 +227,25 @@ def test_a_taken_port_is_named() -> None:
     asyncio.run(main())
 
 
+def test_the_processes_of_several_pickers(tmp_path: Path) -> None:
+    """A Conductor and pickers at both ports, each with the file of the settings."""
+    here = Settings(workers=2, port=81, picker_port=82)
+    words = ["--config", "a.yaml", "--url", "http://a"]
+    first, *pickers = conductor_and_fronts("picker", "secret", words).children(here, tmp_path)
+    assert first.argv[3:8] == ("conductor", *words)
+    assert {it.argv[3:] for it in pickers} == {("picker", "--shared", "--config", "a.yaml")}
+    ports = {(it.env["MOONSERVE_PORT"], it.env["MOONSERVE_PICKER_PORT"]) for it in pickers}
+    assert (len(pickers), ports) == (2, {("81", "82")})
+
+
 def test_the_command_needs_engines_and_refuses_flags_of_the_conductor() -> None:
     """Both errors name what to give."""
     alone = CliRunner().invoke(cli, ["picker"])
     assert alone.exit_code == 2
     assert "instances: is missing: a picker picks among external engines" in alone.output
+    nowhere = CliRunner().invoke(cli, ["picker", "--url", "http://a", "--keys", "registry"])
+    assert nowhere.exit_code == 2
+    assert "keys: is `registry`, so set `registry` too" in nowhere.output
     both = CliRunner().invoke(cli, ["picker", "--conductor", "a:1", "--policy", "random"])
     assert both.exit_code == 2
     assert "policy: is for the process that has the Conductor" in both.output

@@ -17,6 +17,7 @@ from moonserve.live.picker.protocol import (
     PickAsked,
     PickerMisconfigured,
     PickerStream,
+    ProxiedHead,
     ReplyPiece,
     refused,
 )
@@ -34,6 +35,9 @@ from tests.support.picker_proxy import (
 )
 
 A, B = "10.0.0.1:8000", "10.0.0.2:8000"
+
+
+HEAD = {":method": "POST", ":path": "/v1/completions", "content-type": "application/json"}
 
 
 def asked(stream: PickerStream, *messages: ProcessingRequest) -> PickAsked:
@@ -62,7 +66,7 @@ def test_a_body_comes_in_pieces_and_goes_back_in_pieces() -> None:
     pieces = [sent[at : at + 9_000] for at in range(0, len(sent), 9_000)]
     assert stream.take(request_head()) == (
         [],
-        Headed({":method": "POST", ":path": "/v1/completions", "content-type": "application/json"}),
+        Headed(ProxiedHead(HEAD)),
     )
     for piece in pieces[:-1]:
         assert stream.take(request_body(piece, ends=False)) == ([], None)
@@ -206,11 +210,13 @@ def test_messages_out_of_order_are_refused() -> None:
 
 def test_a_refusal_is_answered_by_the_proxy_itself() -> None:
     """Status, headers and body are those that a gateway would send."""
-    reply = refused(Overloaded("too many", "instances_full", 2.4)).immediate_response
+    reply = refused(
+        Overloaded("too many", "instances_full", 2.4), "/v1/completions"
+    ).immediate_response
     assert reply.status.code == 429
     fields = {it.header.key: it.header.raw_value for it in reply.headers.set_headers}
     assert fields["retry-after"] == b"3"
     assert fields["content-type"] == b"application/json"
     assert fields["x-moonserve-reject-reason"] == b"instances_full"
     assert msgspec.json.decode(reply.body)["error"]["code"] == "instances_full"
-    assert refused(NobodyAlive("none")).immediate_response.status.code == 503
+    assert refused(NobodyAlive("none"), "/v1/completions").immediate_response.status.code == 503

@@ -25,6 +25,7 @@ from moonserve.live.process.worker import Worker, publish_blocks
 from moonserve.live.store.client import StoreClient, StoreSettings
 from moonserve.live.store.remote import HttpRpc
 from moonserve.live.store.settings import url_of
+from moonserve.live.text.tokenizer import Tokenizer
 from moonserve.live.tls.contexts import Tls
 from moonserve.live.worker.config import WorkerConfig
 from moonserve.live.worker.join import BeatTimes, ConductorClient, ConductorMember
@@ -68,11 +69,13 @@ class Site:
         blocks: int = 256,
         read_us: Micros = 0,
         publisher: Any = None,
+        tokenizer: Tokenizer | None = None,
         **more: Any,
     ) -> Worker:
         """Start a worker and wait until it has joined; `more` goes into its WorkerConfig.
 
-        read_us: how much longer its store takes to read a block; publisher: of its KV events.
+        read_us: how much longer its store takes to read a block; publisher: of its KV events;
+        tokenizer: None: it knows token ids only.
         """
         control = ConductorClient(self.http, self.url, TOKEN)
         common = {"engine": "fake", "token": TOKEN, "block_size": BLOCK, "tls": self.tls}
@@ -96,7 +99,13 @@ class Site:
         store.read = _slowed(store.read, read_us)  # type: ignore[method-assign]
         on_put = publish_blocks(store, publisher, BLOCK) if publisher is not None else None
         worker = await Worker.start(
-            config, engine, store, model=DEFAULT_MODEL, epoch=epoch, on_put=on_put
+            config,
+            engine,
+            store,
+            model=DEFAULT_MODEL,
+            epoch=epoch,
+            on_put=on_put,
+            tokenizer=tokenizer,
         )
         self._stack.push_async_callback(worker.stop, 0)
         joined = asyncio.Event()

@@ -15,6 +15,9 @@ import msgspec
 from moonserve.core.schedule.facts import Connector, Role
 from moonserve.core.schedule.tuning import Tuning
 from moonserve.core.schedule.view import Promised
+from moonserve.live.access.guard import Guard
+from moonserve.live.access.keys import Keys
+from moonserve.live.access.meter import LocalMeter
 from moonserve.live.api.limiter import Limits
 from moonserve.live.health import Health
 from moonserve.live.http.server import ProcessPart
@@ -25,6 +28,7 @@ from tests.support.picker_proxy import Exchange
 
 NOTHING = Promised(0, 0, 0, 0)
 MOST = 1 << 20
+TOKEN = "the-cluster's-token"
 
 
 class PickerSite(Site):
@@ -36,6 +40,8 @@ class PickerSite(Site):
         within_s: float = 5.0,
         objectives: Mapping[str, int] | None = None,
         streams: int = 64,
+        keys: Keys | None = None,
+        shared_s: float | None = None,
     ) -> None:
         super().__init__(tuning, SHORT)
         self.backend.limits = Limits(max_in_flight=streams)
@@ -43,7 +49,14 @@ class PickerSite(Site):
 
         def parts(front: PickerFront) -> Sequence[ProcessPart]:
             self.server = PickerServer(
-                front, "127.0.0.1", 0, most=MOST, streams=streams, tls=None, client_auth="none"
+                front,
+                "127.0.0.1",
+                0,
+                most=MOST,
+                streams=streams,
+                tls=None,
+                client_auth="none",
+                shared_s=shared_s,
             )
             return [self.server]
 
@@ -55,6 +68,8 @@ class PickerSite(Site):
             within_s=within_s,
             objectives=objectives or {},
             salted=False,
+            guard=None if keys is None else Guard(TOKEN, keys=keys),
+            meter=LocalMeter(self.conductor.now_us),
         )
 
     async def start(self) -> None:

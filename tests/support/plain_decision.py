@@ -91,7 +91,7 @@ def able(
     return [
         view
         for view in prefills
-        if (view in decodes if connectors._whole(view) else view.info.connector in ways)
+        if (view in decodes if connectors.hands_nothing_on(view) else view.info.connector in ways)
     ]
 
 
@@ -164,7 +164,7 @@ def decode_for(
 ) -> fast._Decode:
     """The decode instance that goes on."""
     near = prefill.last
-    if external and (alone or connectors._whole(near)):
+    if external and (alone or connectors.hands_nothing_on(near)):
         decodes = [near]
     elif external:
         decodes = connectors.speaking(near.info.connector, decodes)

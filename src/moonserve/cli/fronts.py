@@ -1,7 +1,8 @@
-"""`moonserve gateway --workers N`: starts N fronts and, unless --conductor names one, a Conductor.
+"""`--workers N`: starts N gateways or pickers and, unless --conductor names one, a Conductor.
 
 The unix socket between them is in a folder of its own, which only this user may enter. Nothing here
-serves anything: every child is `moonserve gateway --conductor` or `moonserve conductor`.
+serves anything: every child is `moonserve gateway --conductor`, `moonserve picker --conductor` or
+`moonserve conductor`.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import msgspec
 
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
     from moonserve.config import Settings
     from moonserve.live.process.supervise import Child
 
+Command: TypeAlias = Literal["gateway", "picker"]
+"""What each front runs."""
 _KILL_AFTER_S = 10.0
 _ORPHANS_S = 6.0
 """The fronts of a killed gateway still listen for so long; the next gateway waits for them."""
@@ -38,10 +41,10 @@ _FOR_EVER_S = 3600.0
 
 
 @contextlib.contextmanager
-def _reserved(host: str, port: int) -> Iterator[int]:
+def _reserved(host: str, port: int, setting: str = "port") -> Iterator[int]:
     """Reserve a port (0: any free one) for processes that listen on it together and may restart.
 
-    Raises ConfigError.
+    setting: the port's name. Raises ConfigError.
     """
     if not hasattr(socket, "SO_REUSEPORT"):
         raise ConfigError("this system cannot share a port among processes; use 1", "workers")
@@ -58,7 +61,7 @@ def _reserved(host: str, port: int) -> Iterator[int]:
                     continue
                 from moonserve.live.http.server import bind_error
 
-                raise bind_error(error, host, port, "port") from None
+                raise bind_error(error, host, port, setting) from None
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         yield held.getsockname()[1]
 
@@ -79,34 +82,36 @@ def flags_of(params: Mapping[str, Any], settings: Settings) -> list[str]:
 
 
 class Cast(msgspec.Struct, frozen=True):
-    """The processes of one gateway, once the port of its fronts and their folder are known."""
+    """The processes of one gateway or picker, once the ports of its fronts and their folder are
+    known."""
 
-    children: Callable[[int, Path], list[Child]]
-    """Makes them, by port and folder."""
+    command: Command
+    children: Callable[[Settings, Path], list[Child]]
+    """Makes them, by the settings with these ports, and the folder."""
 
 
-def fronts_only(settings: Settings, token: str, config: Path | None) -> Cast:
+def fronts_only(command: Command, token: str, config: Path | None) -> Cast:
     """The fronts of a Conductor elsewhere. config: the file of the settings."""
     words = ["--config", str(config)] if config is not None else []
-    return Cast(lambda port, folder: _fronts(settings, port, token, words))
+    return Cast(command, lambda settings, folder: _fronts(settings, command, token, words))
 
 
-def conductor_and_fronts(settings: Settings, token: str, words: Sequence[str] = ()) -> Cast:
+def conductor_and_fronts(command: Command, token: str, words: Sequence[str] = ()) -> Cast:
     """A Conductor and its fronts, which meet at a unix socket. words: see flags_of."""
 
-    def children(port: int, folder: Path) -> list[Child]:
+    def children(settings: Settings, folder: Path) -> list[Child]:
         path = str(folder / "link")
         where = msgspec.structs.replace(settings, conductor=path, conductor_s=_FOR_EVER_S)
         file = words[words.index("--config") :][:2] if "--config" in words else []
         return [
-            _conductor(settings, port, path, token, words),
-            *_fronts(where, port, token, file),
+            _conductor(settings, path, token, words),
+            *_fronts(where, command, token, file),
         ]
 
-    return Cast(children)
+    return Cast(command, children)
 
 
-def _conductor(settings: Settings, port: int, path: str, token: str, words: Sequence[str]) -> Child:
+def _conductor(settings: Settings, path: str, token: str, words: Sequence[str]) -> Child:
     """A Conductor for the fronts at this port of this machine, who forward what others ask of it.
 
     It ends after the fronts, so that it still runs when their requests end.
@@ -116,7 +121,7 @@ def _conductor(settings: Settings, port: int, path: str, token: str, words: Sequ
     argv = [sys.executable, "-m", "moonserve", "conductor", *words, "--socket", path]
     argv += ["--host", "127.0.0.1", "--port", "0", "--kept", f"{path}.engines"]
     if settings.registry:
-        argv += ["--advertise-port", str(port)]
+        argv += ["--advertise-port", str(settings.port)]
         if "--advertise-host" not in words:
             from moonserve.live.store.settings import check_reachable
 
@@ -126,13 +131,12 @@ def _conductor(settings: Settings, port: int, path: str, token: str, words: Sequ
     return Child("conductor", tuple(argv), environ, 1, _KILL_AFTER_S)
 
 
-def _fronts(settings: Settings, port: int, token: str, words: Sequence[str]) -> list[Child]:
-    """Fronts that share a port."""
+def _fronts(settings: Settings, command: Command, token: str, words: Sequence[str]) -> list[Child]:
+    """Fronts that share their ports."""
     from moonserve.live.process.supervise import Child
 
-    settings = msgspec.structs.replace(settings, port=port)
     environ = child_env(settings, **{TOKEN: token})
-    argv = (sys.executable, "-m", "moonserve", "gateway", "--shared", *words)
+    argv = (sys.executable, "-m", "moonserve", command, "--shared", *words)
     grace_s = settings.drain_s + _KILL_AFTER_S
     return [Child(f"front{i}", argv, environ, 0, grace_s) for i in range(settings.workers)]
 
@@ -143,7 +147,8 @@ async def serve_fronts(settings: Settings, cast: Cast) -> None:
     from moonserve.live.process.access import check_clients
     from moonserve.live.process.supervise import Supervisor, beat, say
 
-    check_clients(settings.host, settings.keys, settings.registry, settings.open)
+    if cast.command == "gateway":
+        check_clients(settings.host, settings.keys, settings.registry, settings.open)
     ready: set[str] = set()
 
     def tell(name: str, line: str) -> None:
@@ -151,11 +156,16 @@ async def serve_fronts(settings: Settings, cast: Cast) -> None:
         if line.startswith(_LISTENING) and name not in ready:
             ready.add(name)
             if len(ready) == len(children):
-                say(f"{_LISTENING}{scheme_of(settings)}://{settings.host}:{port}")
+                say(f"{_LISTENING}{scheme_of(settings)}://{settings.host}:{here.port}")
                 beat()
 
-    with _reserved(settings.host, settings.port) as port, meeting_folder() as folder:
-        children = cast.children(port, folder)
+    with contextlib.ExitStack() as held:
+        port = held.enter_context(_reserved(settings.host, settings.port))
+        here = msgspec.structs.replace(settings, port=port)
+        if cast.command == "picker":
+            taken = _reserved(settings.host, settings.picker_port, "picker_port")
+            here = msgspec.structs.replace(here, picker_port=held.enter_context(taken))
+        children = cast.children(here, held.enter_context(meeting_folder()))
         boss = Supervisor(children, tell)
         boss.stop_on_signals(
             lambda: say("draining: new requests are refused, running ones may finish"),

@@ -66,7 +66,7 @@ def gateway(
         if settings.conductor.startswith(IN_ETCD) and not settings.registry:
             settings = msgspec.structs.replace(settings, registry=settings.conductor)
         _check_front(settings, named, flags, advertise_host)
-        _run_front(settings, config, shared)
+        _run_front("gateway", settings, config, shared)
         return
     engines = engines_of(settings, config, named_by_flags(named), flags["model"])
     sources = sources_of(settings)
@@ -83,7 +83,7 @@ def gateway(
         from moonserve.cli.fronts import conductor_and_fronts, flags_of, serve_fronts
 
         words = flags_of(click.get_current_context().params, settings)
-        asyncio.run(serve_fronts(settings, conductor_and_fronts(settings, token, words)))
+        asyncio.run(serve_fronts(settings, conductor_and_fronts("gateway", token, words)))
         return
     from moonserve.live.process.gateway import run_gateway
 
@@ -138,6 +138,7 @@ def conductor(
 
 
 @click.command()
+@click.option("--shared", is_flag=True, hidden=True, help="Other fronts listen at the same ports.")
 @settings_options("picker")
 @instances_options
 @advertise_host_option
@@ -145,6 +146,7 @@ def picker(
     config: Path | None,
     advertise_host: str | None,
     named: Named,
+    shared: bool,
     **flags: str | None,
 ) -> None:
     """Pick endpoints for Envoy and its kin.
@@ -158,7 +160,7 @@ def picker(
         if settings.conductor.startswith(IN_ETCD) and not settings.registry:
             settings = msgspec.structs.replace(settings, registry=settings.conductor)
         _check_front(settings, named, flags, advertise_host)
-        _run_front(settings, config, False, _of_picker(settings))
+        _run_front("picker", settings, config, shared)
         return
     engines = engines_of(settings, config, named_by_flags(named), flags["model"])
     if engines is None:
@@ -172,6 +174,14 @@ def picker(
     from moonserve.live.process.supervise import die_with_parent
 
     die_with_parent()  # before the slow imports
+    if settings.workers > 1:
+        import asyncio
+
+        from moonserve.cli.fronts import conductor_and_fronts, flags_of, serve_fronts
+
+        words = flags_of(click.get_current_context().params, settings)
+        asyncio.run(serve_fronts(settings, conductor_and_fronts("picker", token, words)))
+        return
     from moonserve.live.process.gateway import run_gateway
 
     made = _config_of(
@@ -208,12 +218,9 @@ def _check_front(
 
 
 def _run_front(
-    settings: Settings,
-    config: Path | None,
-    shared: bool,
-    others: Mapping[str, Any] | None = None,
+    command: Literal["gateway", "picker"], settings: Settings, config: Path | None, shared: bool
 ) -> None:
-    """others: further fields of the configuration."""
+    """Run a front, or several that share its ports. shared: it is one of those."""
     from moonserve.live.fronts.road import is_socket
 
     where = settings.conductor
@@ -227,11 +234,12 @@ def _run_front(
 
         from moonserve.cli.fronts import fronts_only, serve_fronts
 
-        asyncio.run(serve_fronts(settings, fronts_only(settings, token, config)))
+        asyncio.run(serve_fronts(settings, fronts_only(command, token, config)))
         return
     from moonserve.live.process.fronts import run_front
 
-    made = _config_of(settings, "front", token, False, **(others or {}))
+    others = _of_picker(settings) if command == "picker" else {}
+    made = _config_of(settings, "front", token, False, **others)
     run_role(run_front(made, shared))
 
 

@@ -11,6 +11,31 @@ from moonserve.core.shares import Party
 from moonserve.core.units import InstanceId, Micros, RequestId, Tokens
 
 
+class Shaping(msgspec.Struct, frozen=True):
+    """What changes the logits of a request, or reports them. Most requests have none."""
+
+    bias: tuple[tuple[int, float], ...] = ()
+    """Token ids, each with what is added to its logit."""
+    barred: tuple[int, ...] = ()
+    """Tokens that are not sampled before the position `barred_until`."""
+    barred_until: Tokens = 0
+    logprobs: int | None = None
+    """How many of the likeliest tokens are reported with each token; None: nothing is reported."""
+    schema: str = ""
+    """JSON schema that the text follows; empty: the text is free."""
+    allowed: bytes = b""
+    """For one pass: a bit for each token that may be sampled, the lowest id first; empty: all."""
+
+
+class TokenLogprobs(msgspec.Struct, frozen=True):
+    """Log probabilities at one position, of the model's logits as they are."""
+
+    logprob: float
+    """Of the token that was sampled."""
+    top: tuple[tuple[int, float], ...] = ()
+    """The likeliest tokens, the likeliest first."""
+
+
 class Sampling(msgspec.Struct, frozen=True):
     """How the next token is chosen. Temperature 0 means greedy (argmax, lowest id on a tie).
 
@@ -24,6 +49,7 @@ class Sampling(msgspec.Struct, frozen=True):
     """0 or below: no limit."""
     seed: int = 0
     """If the client gives none, the gateway draws one."""
+    shaping: Shaping | None = None
 
 
 class Stopping(msgspec.Struct, frozen=True):
@@ -33,6 +59,8 @@ class Stopping(msgspec.Struct, frozen=True):
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    min_tokens: Tokens = 0
+    """Before so many tokens nothing but max_tokens ends it."""
 
 
 class Finish(msgspec.Struct, frozen=True):

@@ -13,11 +13,24 @@ from moonserve.core.units import MICROS_PER_SECOND, Micros
 
 
 class LoopClock:
-    """The Clock of the running loop; usable from coroutines and callbacks only."""
+    """The Clock of the loop on which it is read first; usable from coroutines and callbacks only.
+
+    It keeps the loop: on Python 3.11 to ask for the running loop is a system call.
+    """
+
+    def __init__(self) -> None:
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop:
+        """The loop."""
+        if self._loop is None:
+            self._loop = asyncio.get_running_loop()
+        return self._loop
 
     def now_us(self) -> Micros:
         """The loop's monotonic time."""
-        return round(asyncio.get_running_loop().time() * MICROS_PER_SECOND)
+        return round(self.loop.time() * MICROS_PER_SECOND)
 
     async def sleep_us(self, us: Micros) -> None:
         """Sleep on the loop."""

@@ -14,7 +14,7 @@ import msgspec
 
 from moonserve.core.engine.batch import Pass, PassResult
 from moonserve.core.kv.facts import BlockEvent
-from moonserve.core.request import Request
+from moonserve.core.request import Request, TokenLogprobs
 from moonserve.core.schedule.facts import (
     CallFailed,
     ClientGone,
@@ -245,6 +245,8 @@ class Output(msgspec.Struct, frozen=True):
     """"stop" (EOS, stop token or stop string) or "length"; None while it goes on."""
     cached_tokens: Tokens | None = None
     """Prompt tokens reused by prefill; set on the first piece."""
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    """Of each token, if the request wants them."""
 
 
 class ModelCard(msgspec.Struct, frozen=True):

@@ -25,7 +25,43 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 
 {{/* Where fronts and workers find the Conductor. */}}
 {{- define "moonserve.conductorUrl" -}}
-http://{{ include "moonserve.name" . }}-conductor:8000
+{{ include "moonserve.scheme" . }}://{{ include "moonserve.name" . }}-conductor:8000
+{{- end }}
+
+{{- define "moonserve.scheme" -}}
+{{ if .Values.tls.enabled }}https{{ else }}http{{ end }}
+{{- end }}
+
+{{- define "moonserve.tlsSecret" -}}
+{{ .Values.tls.existingSecret | default (printf "%s-tls" (include "moonserve.name" .)) }}
+{{- end }}
+
+{{/* How a kubelet asks a gateway, for a path: it checks no certificate. */}}
+{{- define "moonserve.httpProbe" -}}
+{{- $root := index . 0 -}}
+httpGet: {path: {{ index . 1 }}, port: http{{ if $root.Values.tls.enabled }}, scheme: HTTPS{{ end }}}
+{{- end }}
+
+{{/* The same of a member of the cluster. With TLS it asks its clients for a certificate, and a
+kubelet has none. */}}
+{{- define "moonserve.memberProbe" -}}
+{{- $root := index . 0 -}}
+{{- if $root.Values.tls.enabled -}}
+tcpSocket: {port: http}
+{{- else -}}
+httpGet: {path: {{ index . 1 }}, port: http}
+{{- end }}
+{{- end }}
+
+{{/* The same of a picker: by gRPC, which kubelets speak in clear only. */}}
+{{- define "moonserve.pickerProbe" -}}
+{{- $root := index . 0 -}}
+{{- $service := index . 1 -}}
+{{- if $root.Values.tls.enabled }}
+{{- include "moonserve.httpProbe" (list $root (eq $service "readiness" | ternary "/ready" "/health")) }}
+{{- else -}}
+grpc: {port: 9002, service: {{ $service }}}
+{{- end }}
 {{- end }}
 
 {{- define "moonserve.podAnnotations" -}}
@@ -77,6 +113,12 @@ securityContext:
   valueFrom: {fieldRef: {fieldPath: spec.nodeName}}
 - name: MOONSERVE_TOKEN
   valueFrom: {secretKeyRef: {name: {{ include "moonserve.tokenSecret" . }}, key: token}}
+{{- if .Values.tls.enabled }}
+{{- range $name, $file := dict "CERT" "tls.crt" "KEY" "tls.key" "CA" "ca.crt" }}
+- name: MOONSERVE_TLS_{{ $name }}
+  value: /etc/moonserve-tls/{{ $file }}
+{{- end }}
+{{- end }}
 {{- end }}
 
 {{- define "moonserve.envFrom" -}}
@@ -90,6 +132,9 @@ envFrom:
 - {name: config, mountPath: /etc/moonserve, readOnly: true}
 - {name: cache, mountPath: /var/cache/moonserve}
 - {name: tmp, mountPath: /tmp}
+{{- if .Values.tls.enabled }}
+- {name: tls, mountPath: /etc/moonserve-tls, readOnly: true}
+{{- end }}
 {{- with .Values.extraVolumeMounts }}
 {{ toYaml . }}
 {{- end }}
@@ -106,6 +151,10 @@ envFrom:
   {{- end }}
 - name: tmp
   emptyDir: {}
+{{- if .Values.tls.enabled }}
+- name: tls
+  secret: {secretName: {{ include "moonserve.tlsSecret" . }}, defaultMode: 0440}
+{{- end }}
 {{- with .Values.extraVolumes }}
 {{ toYaml . }}
 {{- end }}

@@ -15,7 +15,7 @@ from itertools import chain, islice
 from moonserve.core.engine.blocks import BlockPool
 from moonserve.core.errors import BadRequest
 from moonserve.core.frozen import Frozen
-from moonserve.core.request import Finish, Sampling, Stopping, finish_of
+from moonserve.core.request import Finish, Sampling, Stopping, TokenLogprobs, finish_of
 from moonserve.core.units import Micros, RequestId, Tokens
 
 
@@ -58,6 +58,8 @@ class PassResult(Frozen, frozen=True):
 
     sampled: dict[RequestId, int]
     elapsed_us: Micros
+    logprobs: dict[RequestId, TokenLogprobs] | None = None
+    """Of the chunks that want them; None: no chunk does."""
 
 
 class Progress(Frozen, frozen=True):

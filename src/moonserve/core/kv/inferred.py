@@ -17,11 +17,14 @@ What never happens here: a second copy of one block; more blocks kept than the b
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from struct import iter_unpack
+from typing import cast
 
 from xxhash import xxh3_128_digest
 
 from moonserve.core.kv.facts import BlockEvent, BlocksRemoved, BlocksStored
+from moonserve.core.kv.index import parting
 from moonserve.core.units import BlockKey, Bytes, Micros, SegmentId, Tokens
 
 _BYTES_PER_TOKEN = 4.0
@@ -39,9 +42,11 @@ _LEAST = 0.1
 
 def text_keys(root: bytes, text: bytes, piece: Bytes) -> list[BlockKey]:
     """The keys of every full piece of `text`, chained like those of blocks."""
-    parent, digest = BlockKey(root[:16]), xxh3_128_digest
-    ends = range(piece, len(text) + 1, piece)
-    return [parent := BlockKey(digest(parent + text[at - piece : at])) for at in ends]
+    parent = BlockKey(root[:16])
+    # a call of BlockKey for each would cost half as much as the digest
+    digest = cast(Callable[[bytes], BlockKey], xxh3_128_digest)
+    pieces = iter_unpack(f"{piece}s", memoryview(text)[: len(text) // piece * piece])
+    return [parent := digest(parent + one) for (one,) in pieces]
 
 
 class Ratio:
@@ -70,18 +75,38 @@ class Ratio:
             self.piece = fitting
 
 
+class _GuessedRun:
+    """Successive keys of a chain that were used last by the same prompt."""
+
+    __slots__ = ("after", "before", "keys")
+
+    def __init__(self, keys: tuple[BlockKey, ...], before: _GuessedRun | None) -> None:
+        self.keys = keys
+        self.before = before
+        self.after: dict[BlockKey, _GuessedRun] = {}
+        """The runs that follow, by their first key."""
+
+
 class Guess:
-    """The keys that one start of one instance should hold; the latest used is last."""
+    """The keys that one start of one instance should hold.
+
+    They stand in runs: a prompt costs a step for each run of its chain, not for each key. No key is
+    held without those before it in its chain, since the end of a chain is evicted first.
+    """
 
     def __init__(self, segment: SegmentId, epoch: int, kv_blocks: int) -> None:
         self.epoch = epoch
         self._segment = segment
         self._most = kv_blocks
         self._share = 1.0
-        self._keys: OrderedDict[BlockKey, None] = OrderedDict()
+        self._heads: dict[BlockKey, _GuessedRun] = {}
+        """The runs that begin chains, by their first key."""
+        self._order: OrderedDict[_GuessedRun, None] = OrderedDict()
+        """The latest used is last; a run comes before the one that it follows."""
+        self._held = 0
 
     def __len__(self) -> int:
-        return len(self._keys)
+        return self._held
 
     @property
     def room(self) -> int:
@@ -90,24 +115,39 @@ class Guess:
 
     def served(self, keys: Sequence[BlockKey]) -> list[BlocksStored | BlocksRemoved]:
         """The instance has computed or loaded this chain. Returns the facts for the index."""
-        facts: list[BlocksStored | BlocksRemoved] = []
-        held = self._keys
         keys = keys[: self.room]
-        known = [*map(held.__contains__, keys), True]
-        at = known.index(False) if False in known else len(keys)
+        facts: list[BlocksStored | BlocksRemoved] = []
+        way: list[_GuessedRun] = []
+        at = 0
+        last: _GuessedRun | None = None
+        after = self._heads
         while at < len(keys):
-            stop = known.index(True, at)
-            parent = keys[at - 1] if at else None
-            new = tuple(keys[at:stop])
-            facts.append(BlocksStored(self._segment, new, parent, "device", self.epoch))
-            at = known.index(False, stop) if False in known[stop:] else len(keys)
-        move_to_end = held.move_to_end
-        for key, is_known in zip(reversed(keys), known[-2::-1], strict=True):
-            if is_known:  # the end of a chain is evicted first
-                move_to_end(key)
-            else:
-                held[key] = None
+            run = after.get(keys[at])
+            if run is None:
+                new = tuple(keys[at:])
+                run = after[new[0]] = _GuessedRun(new, last)
+                self._held += len(new)
+                parent = keys[at - 1] if at else None
+                facts.append(BlocksStored(self._segment, new, parent, "device", self.epoch))
+            size = parting(run.keys, 0, keys, at, len(run.keys))
+            if size < len(run.keys):
+                run = after[keys[at]] = self._front(run, size)
+            way.append(run)
+            last = run
+            at += size
+            after = run.after
+        for run in reversed(way):
+            self._order[run] = None
+            self._order.move_to_end(run)
         return facts + self._evicted()
+
+    def _front(self, run: _GuessedRun, size: int) -> _GuessedRun:
+        """Divide a run: its first `size` keys, which are used now, become a run of their own."""
+        front = _GuessedRun(run.keys[:size], run.before)
+        run.keys = run.keys[size:]
+        run.before = front
+        front.after[run.keys[0]] = run
+        return front
 
     def said(self, predicted: Tokens, cached: Tokens) -> list[BlocksStored | BlocksRemoved]:
         """The instance reused `cached` tokens of `predicted`. Returns the facts for the index.
@@ -121,9 +161,21 @@ class Guess:
         return self._evicted()
 
     def _evicted(self) -> list[BlocksStored | BlocksRemoved]:
-        over = len(self._keys) - self.room
-        gone = tuple([self._keys.popitem(last=False)[0] for _ in range(over)])
-        return [BlocksRemoved(self._segment, gone, "device", self.epoch)] if gone else []
+        gone: list[BlockKey] = []
+        over = self._held - self.room
+        while len(gone) < over:
+            run = next(iter(self._order))
+            left = max(0, len(run.keys) - over + len(gone))
+            gone += reversed(run.keys[left:])
+            if not left:
+                del self._order[run]
+                siblings = self._heads if run.before is None else run.before.after
+                del siblings[run.keys[0]]
+            run.keys = run.keys[:left]
+        if not gone:
+            return []
+        self._held -= len(gone)
+        return [BlocksRemoved(self._segment, tuple(gone), "device", self.epoch)]
 
 
 _CROSSING_US: Micros = 10_000_000

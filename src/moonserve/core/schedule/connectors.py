@@ -36,13 +36,15 @@ def able(ask: Ask, prefills: Prefills, decodes: Decodes) -> Prefills | None:
     found = [
         view
         for view in prefills.all()
-        if (decodes.has(view) if _whole(view) else view.info.connector in ways)
+        if (decodes.has(view) if hands_nothing_on(view) else view.info.connector in ways)
     ]
+    if len(found) == prefills.taking:
+        return prefills
     return prefills.only(found) if found else None
 
 
-def _whole(view: InstanceView) -> bool:
-    """Whether it hands its prefills to no other instance.
+def hands_nothing_on(view: InstanceView) -> bool:
+    """Whether an external engine hands its prefills to no other instance.
 
     An instance of role decode may prefill if no other is left (ClusterView.prefills).
     """
@@ -55,9 +57,7 @@ def _meets(view: InstanceView) -> bool:
 
 
 def mates(prefill: InstanceView, decodes: Decodes) -> Decodes:
-    """The instances that can decode what the external `prefill` has prefilled."""
-    if _whole(prefill):
-        return Decodes([prefill])
+    """The instances that can decode what the external `prefill` hands on."""
     way = prefill.info.connector
     if len(decodes.ways) == 1 and way in decodes.ways:
         return decodes

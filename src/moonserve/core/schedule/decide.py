@@ -31,6 +31,7 @@ from moonserve.core.schedule.estimate import (
     Roles,
     choose_decode,
     evicted,
+    meets_goals,
     roomy_decode,
 )
 from moonserve.core.schedule.groups import split
@@ -161,24 +162,22 @@ def _choose_prefill(field: _Field, policy: Policy, state: PolicyState, now_us: M
     estimate = field.estimate
     prefills = field.prefills
     if policy.prunes:
-        views = search.likely(estimate, prefills, now_us)
+        options = search.likely(estimate, prefills, now_us)
     else:
-        views = prefills.all()
-    options = estimate.options(views, now_us)
+        options = estimate.options(prefills.all(), now_us)
     scores = policy.score(options, state)
     row = _best(options, scores, policy, estimate.cut(), field.held)
     if policy.times and prefills.bounded:
         others = _roomy(options, row, policy, prefills, field.held)
         if others:
-            if len(views) < prefills.taking:
-                best = views[row]
-                views = sorted({*views, *others}, key=prefills.rows.__getitem__)
+            if len(options.views) < prefills.taking:
+                best = options.views[row]
+                views = sorted({*options.views, *others}, key=prefills.rows.__getitem__)
                 options = estimate.options(views, now_us)
                 scores = policy.score(options, state)
                 row = views.index(best)
             row = _sparing(options, scores, policy, row, others, field.held)
-    ttft_us = options.transfer_us[row] + options.queue_us[row] + options.compute_us[row]
-    return _Prefill(options, scores, row, views[row], ttft_us)
+    return _Prefill(options, scores, row, options.views[row], options.ttft_us[row])
 
 
 def _best(options: Options, scores: Sequence[float], policy: Policy, cut: int, held: Held) -> int:
@@ -324,21 +323,24 @@ def _choose_decode(
 ) -> _Decode:
     """The instance that goes on from the KV of the prefill."""
     near = prefill.last
-    decodes = field.decodes
-    if field.external:
-        decodes = Decodes([near]) if field.alone else connectors.mates(near, decodes)
-    if ask.avoid:
-        decodes = decodes.only(preferred(decodes.all(), ask.avoid))
     slo = ask.slo.slo
     context = ask.length + ask.expected_tokens
     goal_us = slo.tbt_us
     if policy.late and goal_us is not None:
         goal_us = round(goal_us * _tbt_share(ask.waited_us, slo, tuning))
-    view, meets = choose_decode(context, decodes, goal_us, near, leaves=policy.late)
+    others: Decodes | None = None
+    if field.external and (field.alone or connectors.hands_nothing_on(near)):
+        view = near
+        meets = meets_goals(near, near.tbt_us(context), goal_us)
+    else:
+        others = connectors.mates(near, field.decodes) if field.external else field.decodes
+        if ask.avoid:
+            others = others.only(preferred(others.all(), ask.avoid))
+        view, meets = choose_decode(context, others, goal_us, near, leaves=policy.late)
     if ask.decode_load is None or _is_refused(ask, prefill):
         return _Decode(view, meets, view.tbt_us(ask.length), view.tbt_us(context))
     ends_us = now_us + prefill.ttft_us
-    found = roomy_decode(view, decodes, context, goal_us, ask.decode_load, ends_us)
+    found = roomy_decode(view, others, context, goal_us, ask.decode_load, ends_us)
     return _Decode(found[0], meets, found[1], found[2])
 
 

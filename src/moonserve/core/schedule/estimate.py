@@ -113,44 +113,44 @@ class Options:
 
     __slots__ = (
         "ask", "block_size", "compute_us", "decodes", "local", "now_us", "queue_us", "reused",
-        "transfer_us", "views",
+        "transfer_us", "ttft_us", "views",
     )  # fmt: skip
 
-    def __init__(
-        self,
-        ask: Ask,
-        block_size: Tokens,
-        views: Sequence[InstanceView],
-        local: Sequence[int],
-        terms: Sequence[tuple[int, Micros, Micros]],
-        now_us: Micros,
-    ) -> None:
+    def __init__(self, ask: Ask, block_size: Tokens, now_us: Micros) -> None:
         self.ask = ask
         self.block_size = block_size
-        self.views = views
         self.now_us = now_us
-        self.local = local
+        self.views: list[InstanceView] = []
+        self.local: list[int] = []
         """Blocks of the prompt that each instance has itself."""
-        self.reused, self.transfer_us, self.compute_us = map(list, zip(*terms, strict=True))
-        """Blocks that each would start from; time to load those it lacks, to compute the rest."""
-        left = [
-            left_us if (left_us := view.idle_us - now_us) > view.behind_us else view.behind_us
-            for view in views
-        ]
-        if max([view.external_until_us for view in views]) > now_us:  # others have work there too
-            left = [view.queue_us(now_us) for view in views]
-        self.queue_us: list[Micros] = left
-        self.decodes = [view.decodes for view in views]
+        self.reused: list[int] = []
+        """Blocks that each would start from."""
+        self.transfer_us: list[Micros] = []
+        """The time to load those that it lacks of them."""
+        self.queue_us: list[Micros] = []
+        self.compute_us: list[Micros] = []
+        """The time to compute the rest."""
+        self.ttft_us: list[Micros] = []
+        """Predicted TTFT of each instance, from now: the sum of these times."""
+        self.decodes: list[int] = []
+
+    def only(self, rows: Sequence[int]) -> Options:
+        """Some of the rows."""
+        part = Options(self.ask, self.block_size, self.now_us)
+        part.views = [self.views[row] for row in rows]
+        part.local = [self.local[row] for row in rows]
+        part.reused = [self.reused[row] for row in rows]
+        part.transfer_us = [self.transfer_us[row] for row in rows]
+        part.queue_us = [self.queue_us[row] for row in rows]
+        part.compute_us = [self.compute_us[row] for row in rows]
+        part.ttft_us = [self.ttft_us[row] for row in rows]
+        part.decodes = [self.decodes[row] for row in rows]
+        return part
 
     @property
     def prompt_blocks(self) -> int:
         """Blocks of the prompt, a partial last one included."""
         return -(-self.ask.length // self.block_size)
-
-    def ttft_us(self) -> list[Micros]:
-        """Predicted TTFT of each instance, from now."""
-        columns = zip(self.transfer_us, self.queue_us, self.compute_us, strict=True)
-        return [transfer + queue + compute for transfer, queue, compute in columns]
 
     def candidate(self, row: int, score: float) -> Candidate:
         """One row as plain data."""
@@ -214,16 +214,19 @@ class Candidates(Sequence[Candidate]):
 class Plan:
     """What an instance does for one prompt, whatever its speed."""
 
-    __slots__ = ("alone", "factor", "features", "reused", "size_bytes")
+    __slots__ = ("alone", "factor", "features", "local", "reused", "size_bytes")
 
     def __init__(
         self,
+        local: int,
         reused: int,
         size_bytes: Bytes,
         factor: float,
         features: Features,
         alone: Features | None,
     ) -> None:
+        self.local = local
+        """Blocks that it holds."""
         self.reused = reused
         """Blocks that it starts from."""
         self.size_bytes = size_bytes
@@ -235,13 +238,22 @@ class Plan:
         self.alone = alone
         """What it computes if loading does not pay; None: it loads all the same."""
 
-    def load_us(self, cost: Cost) -> Micros:
-        """The time to load."""
-        load_us = loaded_us(cost.load_us, self.size_bytes)
-        return load_us if self.factor == 1.0 else round(self.factor * load_us)
+    def terms(self, cost: Cost) -> tuple[int, Micros, Micros]:
+        """Blocks to start from, time to load those it lacks, time to compute the rest."""
+        compute_us = priced_us(cost.pass_us, self.features)
+        if self.reused == self.local:
+            return self.reused, 0, compute_us
+        transfer_us = loaded_us(cost.load_us, self.size_bytes)
+        if self.factor != 1.0:
+            transfer_us = round(self.factor * transfer_us)
+        if self.alone is not None:
+            alone_us = priced_us(cost.pass_us, self.alone)
+            if transfer_us + compute_us >= alone_us:
+                return self.local, 0, alone_us
+        return self.reused, transfer_us, compute_us
 
 
-NO_PLAN = Plan(0, 0, 1.0, (0, 0, 0, 0), None)
+NO_PLAN = Plan(0, 0, 0, 1.0, (0, 0, 0, 0), None)
 
 
 class Estimate:
@@ -275,21 +287,55 @@ class Estimate:
         """Leading blocks that each segment has, or will have."""
         longest = source(ask.match, None) if roles.racks else None
         self._home = roles.racks.get(longest, "") if longest is not None else ""
-        self._known: dict[tuple[int, Kind], tuple[int, Micros, Micros]] = {}
-        self._plans: dict[tuple[int, Shape], Plan] = {}
+        self._plans: dict[Shape, dict[int, Plan]] = {}
+        """By the blocks that an instance holds."""
+        self._rests: dict[Tokens, Features] = {}
+        """What is computed behind the longest prefix, by the tokens of a pass."""
 
     def options(self, views: Sequence[InstanceView], now_us: Micros) -> Options:
         """The terms of these instances."""
+        options = Options(self._ask, self._block_size, now_us)
+        self.extend(options, views)
+        return options
+
+    def extend(self, options: Options, views: Sequence[InstanceView]) -> None:
+        """Add the terms of these instances.
+
+        One loop: successive instances that hold as much often share a plan, and maybe their costs.
+        """
         own = self._own
-        known = self._known
         usable = self._usable
-        local = [own.get(view.segment, 0) for view in views]
-        if max(local) > usable:
-            local = [blocks if blocks < usable else usable for blocks in local]
-        # Most have nothing, and may be of one kind.
-        pairs = zip(local, [view.kind for view in views], strict=True)
-        rows = [known.get(pair) or self._terms(*pair) for pair in pairs]
-        return Options(self._ask, self._block_size, views, local, rows, now_us)
+        now_us = options.now_us
+        blocks = -1
+        kind: Kind | None = None
+        shape: Shape | None = None
+        plans: dict[int, Plan] = {}
+        plan = NO_PLAN
+        terms: tuple[int, Micros, Micros] = (0, 0, 0)
+        for view in views:
+            held = own.get(view.segment, 0)
+            if held > usable:
+                held = usable
+            if held != blocks or view.kind is not kind:
+                kind = view.kind
+                if kind.shape is not shape:
+                    shape = kind.shape
+                    plans = self._plans_of(shape)
+                    blocks = -1
+                if held != blocks:
+                    blocks = held
+                    plan = plans.get(held) or self._planned(held, shape)
+                terms = plan.terms(kind.cost)
+            reused, transfer_us, compute_us = terms
+            queue_us = view.queue_us(now_us)
+            options.views.append(view)
+            options.local.append(held)
+            options.reused.append(reused)
+            options.transfer_us.append(transfer_us)
+            options.queue_us.append(queue_us)
+            options.compute_us.append(compute_us)
+            options.ttft_us.append(transfer_us + queue_us + compute_us)
+            options.decodes.append(view.decodes)
 
     def own_tokens(self, view: InstanceView) -> Tokens:
         """The prefix of it that the instance has itself, or will have."""
@@ -310,34 +356,6 @@ class Estimate:
         usable = self._usable
         return [it for it, blocks in self._own.items() if min(blocks, usable) > cut]
 
-    def works_us(self, views: Sequence[InstanceView]) -> list[Micros]:
-        """What transfer and compute take on each: one loop without calls for instances of one
-        shape that hold as much, since many may have to be priced."""
-        found: list[Micros] = []
-        own = self._own
-        blocks = -1
-        kind: Kind | None = None
-        shape: Shape | None = None
-        plan = NO_PLAN
-        us = 0
-        for view in views:
-            held = own.get(view.segment, 0)
-            if held != blocks or view.kind is not kind:
-                kind = view.kind
-                if held != blocks or kind.shape is not shape:
-                    blocks = held
-                    shape = kind.shape
-                    plan = self._plan(held if held < self._usable else self._usable, shape)
-                rates = kind.cost.pass_us
-                passes, new, square, past = plan.features
-                us = round(rates[0] * passes + rates[1] * new + rates[2] * square + rates[3] * past)
-                if plan.size_bytes:
-                    us += plan.load_us(kind.cost)
-                    if plan.alone is not None:
-                        us = min(us, priced_us(rates, plan.alone))
-            found.append(us)
-        return found
-
     def least_us(self, floors: Collection[Floor], most: int) -> Micros:
         """What transfer and compute take at least where no more than `most` blocks are held.
 
@@ -355,7 +373,7 @@ class Estimate:
         load_us = loaded_us(floor.load_us, size_bytes)
         if factor != 1.0:
             load_us = round(factor * load_us)
-        rest_us = priced_us(floor.pass_us, self._features(best, chunk))
+        rest_us = priced_us(floor.pass_us, self._rest(chunk))
         if self._fetch == "threshold" and best > most * self._threshold:
             return load_us + rest_us
         return min(alone_us, load_us + rest_us)
@@ -376,42 +394,35 @@ class Estimate:
         passes, new, square, past = self._features(most, chunk)
         return passes, new, square, past - passes * most * self._block_size
 
-    def _plan(self, local: int, shape: Shape) -> Plan:
-        """What an instance of this shape does that holds so many blocks."""
-        pair = local, shape
-        plan = self._plans.get(pair)
-        if plan is None:
-            plan = self._plans[pair] = self._planned(local, shape)
-        return plan
+    def _rest(self, chunk: Tokens) -> Features:
+        """The features of a prefill that starts from the longest prefix."""
+        rest = self._rests.get(chunk)
+        if rest is None:
+            rest = self._rests[chunk] = self._features(self._best, chunk)
+        return rest
+
+    def _plans_of(self, shape: Shape) -> dict[int, Plan]:
+        plans = self._plans.get(shape)
+        if plans is None:
+            plans = self._plans[shape] = {}
+        return plans
 
     def _planned(self, local: int, shape: Shape) -> Plan:
+        """What an instance of this shape does that holds so many blocks; kept in `_plans`."""
         chunk, _, _, fetches = shape
         best = self._best
         fetch = self._fetch
-        own = self._features(local, chunk)
-        if best <= local or not fetches or fetch == "never":
-            return Plan(local, 0, 1.0, own, None)
+        loads = best > local and fetches and fetch != "never"
         if fetch == "threshold" and best <= local * self._threshold:
-            return Plan(local, 0, 1.0, own, None)
-        size_bytes, factor = self._load(local, shape)
-        rest = self._features(best, chunk)
-        return Plan(best, size_bytes, factor, rest, own if fetch == "cheaper" else None)
-
-    def _terms(self, local: int, kind: Kind) -> tuple[int, Micros, Micros]:
-        """Blocks to start from, time to load those it lacks, time to compute the rest."""
-        plan = self._plan(local, kind.shape)
-        cost = kind.cost
-        compute_us = priced_us(cost.pass_us, plan.features)
-        row = plan.reused, 0, compute_us
-        if plan.reused > local:
-            transfer_us = plan.load_us(cost)
-            row = plan.reused, transfer_us, compute_us
-            if plan.alone is not None:
-                alone_us = priced_us(cost.pass_us, plan.alone)
-                if transfer_us + compute_us >= alone_us:
-                    row = local, 0, alone_us
-        self._known[local, kind] = row
-        return row
+            loads = False
+        if loads:
+            size_bytes, factor = self._load(local, shape)
+            own = self._features(local, chunk) if fetch == "cheaper" else None
+            plan = Plan(local, best, size_bytes, factor, self._rest(chunk), own)
+        else:
+            plan = Plan(local, local, 0, 1.0, self._features(local, chunk), None)
+        self._plans_of(shape)[local] = plan
+        return plan
 
 
 def source(match: Match, own: SegmentId | None) -> SegmentId | None:
@@ -424,8 +435,6 @@ def source(match: Match, own: SegmentId | None) -> SegmentId | None:
 
 
 _ORDER = attrgetter("order")
-_PROBED = 8
-"""Decode instances, the first by load, that bound the lowest TBT."""
 _ANY: Tokens = -(1 << 60)
 """Less than any room."""
 _TRIED = 4
@@ -499,7 +508,7 @@ def _lowest(
     instance: the first by `order`; of equal ones `home`.
 
     The first one of all is it, if its TBT is surely low enough. Else those are looked at whose load
-    allows for such a TBT, in one loop without calls.
+    allows for such a TBT, the lowest loads first.
     """
     room = context
     first = _first(decodes, room, home)
@@ -511,15 +520,24 @@ def _lowest(
     loads = decodes.load.entries
     if first_us <= decodes.least_us(loads[0], context) * (1 + decodes.least_error):
         return first_us, first
-    some = _able(decodes, decodes.load.rows(_PROBED), room)
-    low_us = min([first_us, *decodes.tbts_us(some, context)])
-    most_us = min(first_us, low_us * (1 + decodes.most_error))
-    rows = decodes.load.rows(decodes.until(most_us, context))
-    pairs = zip(rows, decodes.tbts_us(rows, context), strict=True)
-    rows = _able(decodes, [row for row, us in pairs if us <= most_us], room)
-    tbts_us = decodes.tbts_us(rows, context)
     views = decodes.views
-    low_us = min([first_us, *tbts_us])
+    takes = decodes.takes
+    low_us = first_us
+    beyond = decodes.beyond(first_us, context)
+    rows: list[int] = []
+    tbts_us: list[Micros] = []
+    for entry in loads:
+        if entry >= beyond:
+            break
+        row = row_of(entry)
+        if takes[row] and views[row].room_tokens >= room:
+            us = decodes.tbt_us(row, context)
+            rows.append(row)
+            tbts_us.append(us)
+            if us < low_us:
+                low_us = us
+                most_us = min(first_us, low_us * (1 + decodes.most_error))
+                beyond = decodes.beyond(most_us, context)
     lowest = first
     if low_us in tbts_us:  # of equal ones the first, as which `home` counts
         at = [row for row, us in zip(rows, tbts_us, strict=True) if us == low_us]
@@ -537,13 +555,6 @@ def _lowest(
     return tbts_us[rows.index(best)], views[best]
 
 
-def _able(decodes: Decodes, rows: Sequence[int], room: Tokens) -> list[int]:
-    """Those of these rows that take the request and have this much room."""
-    takes = decodes.takes
-    views = decodes.views
-    return [row for row in rows if takes[row] and views[row].room_tokens >= room]
-
-
 def _first(decodes: Decodes, room: Tokens, home: InstanceView | None) -> InstanceView | None:
     """The first by `order` with this much room; of equal ones `home`."""
     best: InstanceView | None = None
@@ -559,7 +570,7 @@ def _first(decodes: Decodes, room: Tokens, home: InstanceView | None) -> Instanc
 
 def roomy_decode(
     first: InstanceView,
-    decodes: Decodes,
+    decodes: Decodes | None,
     context: Tokens,
     goal_us: Micros | None,
     load: DecodeLoad,
@@ -568,13 +579,14 @@ def roomy_decode(
     """`first`, if it meets every objective at `ends_us`; and the TBTs found there.
 
     Else the first of three others that does: those with KV room and the lowest TBT by the promised
-    decodes. Else `first`. If no request has an objective, nothing is forecast.
+    decodes. Else `first`. If no request has an objective, nothing is forecast. decodes: None: there
+    are no others.
     """
     if goal_us is None and first.strictest_us() is None:
         tbt_us = first.tbt_us(context)
         return first, tbt_us, tbt_us
     found = load.tbt_us(first, ends_us)
-    if meets_goals(first, found[1], goal_us):
+    if decodes is None or meets_goals(first, found[1], goal_us):
         return first, *found
     for view in _least_loaded(decodes, context, first):
         other = load.tbt_us(view, ends_us)

@@ -205,7 +205,7 @@ def llmd_latency(options: Options, state: PolicyState) -> Sequence[float]:
     llm-d trains a model on what it measured.
     """
     goal_us = options.ask.slo.slo.ttft_us or 0
-    ttft_us = options.ttft_us()
+    ttft_us = options.ttft_us
     rows = _sticky(range(len(ttft_us)), options, ttft_us, LLMD_STICKY, state)
     early = [row for row in rows if ttft_us[row] <= goal_us]
     late = [row for row in rows if ttft_us[row] > goal_us]

@@ -63,7 +63,7 @@ def kvcache_centric(options: Options, state: PolicyState) -> Sequence[float]:
 
     Estimate computes the terms, with the balancing threshold of the transfer.
     """
-    return options.ttft_us()
+    return options.ttft_us
 
 
 def random(options: Options, state: PolicyState) -> Sequence[float]:

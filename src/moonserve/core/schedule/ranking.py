@@ -48,7 +48,7 @@ class Ranking:
 
     def until(self, number: int) -> int:
         """How many rows have this number or a lower one."""
-        return bisect_left(self.entries, (number + 1) << _BITS)
+        return bisect_left(self.entries, first_entry(number + 1))
 
 
 def row_of(entry: int) -> int:
@@ -59,3 +59,8 @@ def row_of(entry: int) -> int:
 def number_of(entry: int) -> int:
     """The number of an entry."""
     return entry >> _BITS
+
+
+def first_entry(number: int) -> int:
+    """The lowest entry of a number: a bound for entries."""
+    return number << _BITS

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from moonserve.core.schedule.estimate import Estimate
+from moonserve.core.schedule.estimate import Estimate, Options
 from moonserve.core.schedule.ranking import row_of
 from moonserve.core.schedule.view import InstanceView, Prefills
 from moonserve.core.units import Micros
@@ -23,7 +23,7 @@ LOOKED = 16
 of the longest runs."""
 SHOWN = 8
 """Of those that were priced so many are kept to be shown, beside those that are compared."""
-FEW = 16
+FEW = 64
 """Of so many instances all are priced."""
 _WINDOW = 48
 """Instances of which some may tie: if there are more, ties are sought by `order`."""
@@ -32,13 +32,14 @@ _FIRST = 4
 _NEVER: Micros = 1 << 60
 
 
-def likely(estimate: Estimate, prefills: Prefills, now_us: Micros) -> Sequence[InstanceView]:
-    """The instances that may win, come second, or be compared with the winner; in order of ids.
+def likely(estimate: Estimate, prefills: Prefills, now_us: Micros) -> Options:
+    """The terms of the instances that may win, come second, or be compared with the winner; in
+    order of ids.
 
     Among them are the SHOWN ones with the lowest TTFT of those that were priced.
     """
     if prefills.taking <= FEW:
-        return prefills.all()
+        return estimate.options(prefills.all(), now_us)
     search = _Search(estimate, prefills, now_us)
     search.holders()
     search.soonest()
@@ -47,11 +48,11 @@ def likely(estimate: Estimate, prefills: Prefills, now_us: Micros) -> Sequence[I
 
 
 class _Search:
-    """One search: the TTFTs of the rows that were priced, and what transfer and compute take."""
+    """One search, and the terms of the rows that were priced."""
 
     __slots__ = (
-        "best_us", "cut", "estimate", "least_us", "now_us", "prefills", "second_us", "ttfts_us",
-        "views", "works_us",
+        "best_us", "cut", "estimate", "least_us", "now_us", "options", "places", "prefills",
+        "second_us", "views",
     )  # fmt: skip
 
     def __init__(self, estimate: Estimate, prefills: Prefills, now_us: Micros) -> None:
@@ -62,22 +63,25 @@ class _Search:
         self.cut = estimate.cut()
         self.least_us = estimate.least_us(prefills.floors.values(), self.cut)
         """What transfer and compute take at least where no more than `cut` blocks are held."""
-        self.ttfts_us: dict[int, Micros] = {}
-        self.works_us: dict[int, Micros] = {}
+        self.options = estimate.options((), now_us)
+        self.places: dict[int, int] = {}
+        """The place in `options` of each row that was priced."""
         self.best_us = _NEVER
         self.second_us = _NEVER
 
     def price(self, rows: Sequence[int]) -> None:
         """Find the TTFTs of those of these rows that take the request."""
         takes = self.prefills.takes
-        ttfts_us = self.ttfts_us
-        new = [row for row in rows if row not in ttfts_us and takes[row]]
-        views = [self.views[row] for row in new]
-        now_us = self.now_us
-        for row, view, work_us in zip(new, views, self.estimate.works_us(views), strict=True):
-            us = work_us + view.queue_us(now_us)
-            ttfts_us[row] = us
-            self.works_us[row] = work_us
+        places = self.places
+        ttft_us = self.options.ttft_us
+        views: list[InstanceView] = []
+        first = len(ttft_us)
+        for row in rows:
+            if row not in places and takes[row]:
+                places[row] = first + len(views)
+                views.append(self.views[row])
+        self.estimate.extend(self.options, views)
+        for us in ttft_us[first:]:
             if us < self.best_us:
                 self.second_us = self.best_us
                 self.best_us = us
@@ -97,7 +101,7 @@ class _Search:
         ready = self.prefills.ready
         at = 0
         step = _FIRST
-        while len(self.ttfts_us) < self.prefills.taking:
+        while len(self.places) < self.prefills.taking:
             stop = len(ready.entries)
             if self.second_us < _NEVER:
                 wait_us = self.second_us - self.least_us  # it may not be ready as late as this
@@ -145,31 +149,34 @@ class _Search:
     def ties_of(self, rows: Iterable[int]) -> list[int]:
         """Those of these rows that were priced and tie with the best."""
         best_us = self.best_us
-        views = self.views
-        ttfts_us = self.ttfts_us
-        works_us = self.works_us
-        return [
-            row
-            for row in rows
-            if row in ttfts_us and ttfts_us[row] - best_us <= views[row].cost.error * works_us[row]
-        ]
+        options = self.options
+        found: list[int] = []
+        for row in rows:
+            place = self.places.get(row)
+            if place is None:
+                continue
+            work_us = options.transfer_us[place] + options.compute_us[place]
+            if options.ttft_us[place] - best_us <= self.views[row].cost.error * work_us:
+                found.append(row)
+        return found
 
     def others(self, rows: Iterable[int]) -> list[int]:
         """Those that tie and are none of the holders of the longest runs."""
-        held = self.estimate.own_blocks
-        return [row for row in self.ties_of(rows) if held(self.views[row]) <= self.cut]
+        local = self.options.local
+        return [row for row in self.ties_of(rows) if local[self.places[row]] <= self.cut]
 
-    def found(self) -> Sequence[InstanceView]:
+    def found(self) -> Options:
         """All that matter of those that were priced."""
         views = self.views
-        ttfts_us = self.ttfts_us
-        rows = list(ttfts_us)
+        places = self.places
+        ttft_us = self.options.ttft_us
+        rows = list(places)
         if len(rows) > SHOWN:
             ties = self.ties_of(rows)
             ties.sort(key=lambda row: (views[row].order, row))
             others = self.others(ties)
-            rows.sort(key=lambda row: (ttfts_us[row], row))
+            rows.sort(key=lambda row: (ttft_us[places[row]], row))
             long = dict.fromkeys(others[LOOKED:])
             keep = [*rows[:SHOWN], *[row for row in ties if row not in long]]
             rows = list(dict.fromkeys(keep))
-        return [views[row] for row in sorted(rows)]
+        return self.options.only([places[row] for row in sorted(rows)])

@@ -19,7 +19,7 @@ from moonserve.core.schedule.external_load import NO_LOAD, external_load
 from moonserve.core.schedule.facts import SELF_HELP, InstanceInfo, InstanceLoad
 from moonserve.core.schedule.forecast import Residencies
 from moonserve.core.schedule.observed import Trust
-from moonserve.core.schedule.ranking import Ranking, number_of, row_of
+from moonserve.core.schedule.ranking import Ranking, first_entry, number_of, row_of
 from moonserve.core.schedule.residency import Residency
 from moonserve.core.shares import extended
 from moonserve.core.units import Bytes, InstanceId, Micros, RequestId, SegmentId, Tokens
@@ -704,16 +704,14 @@ class Decodes(Role):
         """What `tbt_us` is at least for an entry of `load` and those behind it."""
         return round(number_of(entry) / _FINE + self.least_context_us * context)
 
-    def tbts_us(self, rows: Sequence[int], context: Tokens) -> list[Micros]:
-        """InstanceView.tbt_us of these rows."""
-        steps_us = self._steps_us
-        contexts_us = self._contexts_us
-        return [round(steps_us[row] + contexts_us[row] * context) for row in rows]
+    def tbt_us(self, row: int, context: Tokens) -> Micros:
+        """InstanceView.tbt_us of this row."""
+        return round(self._steps_us[row] + self._contexts_us[row] * context)
 
-    def until(self, limit_us: float, context: Tokens) -> int:
-        """How many entries of `load` may have a `tbt_us` within this limit."""
+    def beyond(self, limit_us: float, context: Tokens) -> int:
+        """No entry of `load` from here on has a `tbt_us` within this limit."""
         part_us = limit_us + 1 - self.least_context_us * context
-        return self.load.until(int(_FINE * part_us) + 1) if part_us > 0 else 0
+        return first_entry(int(_FINE * part_us) + 2) if part_us > 0 else 0
 
     def check(self) -> None:
         """See Role."""
@@ -723,8 +721,8 @@ class Decodes(Role):
         for view in self.views:
             assert self.least_context_us <= view.cost.step_us[2]
             assert self.least_error <= view.cost.error <= self.most_error
-        rows = range(len(self.views))
-        assert self.tbts_us(rows, 7) == [view.tbt_us(7) for view in self.views]
+        for row, view in enumerate(self.views):
+            assert self.tbt_us(row, 7) == view.tbt_us(7)
 
 
 class ClusterView:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hmac
 from collections.abc import Iterable, Mapping
 from ipaddress import ip_address
+from typing import Protocol
 from urllib.parse import urlsplit
 
 from moonserve.core.errors import Forbidden, Unauthorized
@@ -18,11 +19,26 @@ from moonserve.live.access.keys import ApiKey, Keys
 from moonserve.live.access.refusals import KeyRefusals
 from moonserve.live.access.scopes import Scope, scope_of
 from moonserve.live.http.auth import is_loopback
-from moonserve.live.http.message import HttpRequest
 
 _NO_HEADERS: Mapping[str, str] = {}
 _SAME_SITE = ("", "none", "same-origin")
 """Values of sec-fetch-site that browsers send for a page of this server, or for no page at all."""
+
+
+class RequestHead(Protocol):
+    """What a guard reads of a request: HttpRequest has it, and what a proxy reports."""
+
+    @property
+    def method(self) -> str:
+        """In capitals."""
+
+    @property
+    def path(self) -> str:
+        """Percent-decoded, without the query."""
+
+    @property
+    def headers(self) -> Mapping[str, str]:
+        """By lower-case name."""
 
 
 class Guard:
@@ -48,7 +64,7 @@ class Guard:
         self.refusals = KeyRefusals()
         """What was refused for the sake of a key."""
 
-    def admit(self, request: HttpRequest) -> None:
+    def admit(self, request: RequestHead) -> None:
         """Raise Unauthorized or Forbidden unless this request may be served."""
         scope = scope_of(request.path)
         if scope is None or scope in self._open:
@@ -74,7 +90,7 @@ class Guard:
                 "authorization",
             )
 
-    def key_of(self, request: HttpRequest) -> ApiKey | None:
+    def key_of(self, request: RequestHead) -> ApiKey | None:
         """Return the key of a request that was admitted; None: it needs none, or has the token.
 
         Raises Unauthorized if the key was revoked meanwhile.
@@ -83,13 +99,13 @@ class Guard:
             return None
         return self._found(self._keys, request)
 
-    def headers(self, request: HttpRequest) -> Mapping[str, str]:
+    def headers(self, request: RequestHead) -> Mapping[str, str]:
         """Return what to add to the headers of a reply, for web pages that may read it."""
         if self._cors is None or scope_of(request.path) != "infer":
             return _NO_HEADERS
         return self._cors.headers(request.headers)
 
-    def _found(self, keys: Keys, request: HttpRequest) -> ApiKey:
+    def _found(self, keys: Keys, request: RequestHead) -> ApiKey:
         secret = _secret(request.headers)
         key = keys.find(secret)
         if key is None:
@@ -102,7 +118,7 @@ class Guard:
             )
         return key
 
-    def _has_token(self, request: HttpRequest) -> bool:
+    def _has_token(self, request: RequestHead) -> bool:
         if not self._token:
             return False
         scheme, _, given = request.headers.get("authorization", "").partition(" ")

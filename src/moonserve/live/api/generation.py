@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable
 
 from moonserve.core.errors import EngineFailed
-from moonserve.core.request import Request
+from moonserve.core.request import Request, TokenLogprobs
 from moonserve.core.units import RequestId, Tokens
 from moonserve.live.api.exchange import Exchange
 from moonserve.live.drive.metrics import RequestMetrics
@@ -31,16 +31,20 @@ class Generation:
         text: TokenText,
         metrics: RequestMetrics,
         arrived_s: float,
+        follows: bool = False,
     ) -> None:
+        """follows: whether it is a further choice, whose prompt and TTFT are counted already."""
         self.request = request
         self.finish_reason: str | None = None
         self._source = source
-        self._text = TextStream(text, request.stopping.stop)
+        self._text = TextStream(text, request.stopping.stop, request.stopping.min_tokens)
         self._metrics = metrics
         self._last_s = arrived_s
         self._loop = asyncio.get_running_loop()
         self._generated = 0
+        self._follows = follows
         self._fresh: list[int] = []
+        self._fresh_logprobs: list[TokenLogprobs] = []
         self._cached = 0
 
     async def next_text(self) -> str:
@@ -76,14 +80,16 @@ class Generation:
         waited_s, self._last_s = now_s - self._last_s, now_s
         if self._generated:
             metrics.tbt.observe(waited_s)
-        else:
+        elif not self._follows:
             metrics.ttft.observe(waited_s)
             metrics.prompt_tokens += self.request.length
         if output.cached_tokens:
             self._cached = min(output.cached_tokens, self.request.length)
-            metrics.cached_tokens += self._cached
+            metrics.cached_tokens += 0 if self._follows else self._cached
         self._generated += len(output.token_ids)
         self._fresh += output.token_ids
+        if output.logprobs:
+            self._fresh_logprobs += output.logprobs
         metrics.completion_tokens += len(output.token_ids)
 
     @property
@@ -96,8 +102,15 @@ class Generation:
         fresh, self._fresh = self._fresh, []
         return fresh
 
+    def take_logprobs(self) -> list[TokenLogprobs]:
+        """Their log probabilities; empty if the client does not want them."""
+        fresh, self._fresh_logprobs = self._fresh_logprobs, []
+        return fresh
+
     def usage(self) -> Usage:
-        """The tokens counted so far."""
+        """The tokens counted so far; a further choice has no prompt of its own."""
+        if self._follows:
+            return Usage.of(0, self._generated, 0)
         return Usage.of(self.request.length, self._generated, self._cached)
 
     async def close(self) -> None:

@@ -7,15 +7,19 @@ tokens of ports.Serving into text. No state of a request is kept after its end.
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeAlias
 
-from moonserve.core.errors import ModelNotFound
+import msgspec
+
+from moonserve.core.errors import BadRequest, ModelNotFound
 from moonserve.core.request import Request
 from moonserve.core.units import RequestId, Tokens, seconds_to_us
 from moonserve.live.access.terms import ClientTerms
+from moonserve.live.api.choices import ChoiceInWork, ChoicesExchange
 from moonserve.live.api.exchange import Exchange
 from moonserve.live.api.generation import Generation, TextExchange, WholeExchange
 from moonserve.live.api.limiter import Limiter, Limits
@@ -24,6 +28,7 @@ from moonserve.live.drive.metrics import RequestMetrics
 from moonserve.live.http.message import HttpRequest, Response, json_response
 from moonserve.live.openai import messages, responses, tokenizing
 from moonserve.live.openai import request as openai
+from moonserve.live.openai.logprobs import LogprobWriter
 from moonserve.live.openai.messages import (
     MessagesWriter,
     TokenCount,
@@ -42,6 +47,7 @@ from moonserve.live.openai.tokenizing import (
 )
 from moonserve.live.openai.trace_context import SamplingRule, begin_trace
 from moonserve.live.ports import ModelCard, Serving
+from moonserve.live.text.grammar import check_schema
 from moonserve.live.text.tools import TextTools
 
 _Fields: TypeAlias = openai.ChatRequest | openai.CompletionRequest
@@ -119,22 +125,91 @@ class OwnText:
             reply = await self._reply(form, body, terms)
             return WholeExchange(RequestId(http.id), reply, leave)
         fields = self._parse(form, body)
-        request = await self._request(http, fields, terms, limiter)
-        generation = Generation(
-            request,
-            self._serving.generate(request),
-            self._tools(request.model).detokenizer(),
-            self.metrics,
-            http.arrived_s,
-        )
-        self._live.add(request.id)
+        prompts = [fields]
+        if isinstance(fields, openai.CompletionRequest):
+            prompts = [*openai.split_prompts(fields)]
+        if len(prompts) * (fields.n or 1) > 1:
+            return await self._several(http, prompts, form, terms, limiter, leave)
+        request = await self._request(http, http.id, fields, terms, limiter)
+        http.id = request.id
+        generation = self._generation(request, http)
 
         def ended() -> None:
             self._live.discard(request.id)
             leave()
 
         stream = bool(fields.stream)
-        return TextExchange(generation, _writer(form, fields, request), PATHS[form], stream, ended)
+        writer = _writer(form, fields, request, self._tools(request.model))
+        return TextExchange(generation, writer, PATHS[form], stream, ended)
+
+    def _generation(self, request: Request, http: HttpRequest, follows: bool = False) -> Generation:
+        """The generation of a request, which is under way from now on; follows: see Generation."""
+        self._live.add(request.id)
+        return Generation(
+            request,
+            self._serving.generate(request),
+            self._tools(request.model).detokenizer(),
+            self.metrics,
+            http.arrived_s,
+            follows,
+        )
+
+    async def _several(
+        self,
+        http: HttpRequest,
+        prompts: Sequence[_Fields],
+        form: Form,
+        terms: ClientTerms,
+        limiter: Limiter,
+        leave: Callable[[], None],
+    ) -> Exchange:
+        """The exchange of several choices. Each of them takes a place of the gateway."""
+        per_prompt = prompts[0].n or 1
+        given, places, names = http.id, 0, list[RequestId]()
+
+        def ended() -> None:
+            self._live.difference_update(names)
+            for _ in range(places):
+                limiter.leave(False, terms.party)
+
+        try:
+            for _ in range(len(prompts) * per_prompt - 1):
+                limiter.enter(terms.party)
+                places += 1
+            choices: list[ChoiceInWork] = []
+            for fields in prompts:
+                leader = None
+                name = f"{given}-{len(choices)}" if choices else given
+                try:
+                    request = await self._request(http, name, fields, terms, limiter)
+                except BadRequest as error:
+                    raise _of_prompt(len(choices) // per_prompt, error) from None
+                for at in range(per_prompt):
+                    one = self._further(request, at, limiter) if at else request
+                    names.append(one.id)
+                    generation = self._generation(one, http, follows=at > 0)
+                    tools = self._tools(one.model)
+                    writer = _reply_writer(form, fields, names[0], tools, len(choices))
+                    choices.append(ChoiceInWork(generation, writer, leader))
+                    leader = leader or choices[-1]
+        except BaseException:
+            ended()
+            raise
+        http.id = names[0]
+
+        def closed() -> None:
+            ended()
+            leave()
+
+        return ChoicesExchange(choices, PATHS[form], bool(prompts[0].stream), closed)
+
+    def _further(self, request: Request, at: int, limiter: Limiter) -> Request:
+        """Choice number `at` of a prompt: with a seed of its own, as in vLLM. It arrives later."""
+        name = f"{request.id}.{at}"
+        how = msgspec.structs.replace(request.sampling, seed=request.sampling.seed + at)
+        return msgspec.structs.replace(
+            request, id=limiter.named(name, name in self._live), sampling=how, arrived_us=None
+        )
 
     def _parse(self, form: Form, body: bytes) -> _Fields:
         most = self.limits.max_messages
@@ -170,22 +245,29 @@ class OwnText:
         return json_response(tokenized(ids, card.max_len, tools if texts else None))
 
     async def _request(
-        self, http: HttpRequest, fields: _Fields, terms: ClientTerms, limiter: Limiter
+        self, http: HttpRequest, given: str, fields: _Fields, terms: ClientTerms, limiter: Limiter
     ) -> Request:
-        """The request for the cluster. Raises BadRequest, ModelNotFound, NobodyAlive,
-        Overloaded."""
+        """The request for the cluster; given: its id, which `limiter` may change.
+
+        Raises BadRequest, ModelNotFound, NobodyAlive, Overloaded.
+        """
         card = await self._ready.card(fields.model)
         tools = self._tools(card.name)
         prompt = await self._prompts.tokens(fields, tools, card.max_len, terms.party)
         rule = self._sampling()
         stopping = openai.stopping(fields, max_tokens(fields, len(prompt), card.max_len))
-        http.id = limiter.named(http.id, http.id in self._live)
+        sampling = openai.sampling(fields, secrets.randbits(63))
+        shaping = openai.shaping(fields, tools.vocab_size)
+        if shaping is not None:
+            if shaping.schema:
+                await asyncio.to_thread(check_schema, shaping.schema)
+            sampling = msgspec.structs.replace(sampling, shaping=shaping)
         return Request(
-            id=RequestId(http.id),
+            id=limiter.named(given, given in self._live),
             model=card.name,
             length=len(prompt),
             prompt=tuple(prompt),
-            sampling=openai.sampling(fields, secrets.randbits(63)),
+            sampling=sampling,
             stopping=stopping,
             slo=terms.slo,
             priority=terms.priority,
@@ -197,12 +279,29 @@ class OwnText:
         )
 
 
-def _writer(form: Form, fields: _Fields, request: Request) -> Writer:
+def _of_prompt(at: int, error: BadRequest) -> BadRequest:
+    """An error about the one prompt of a request as one about prompt number `at` of several."""
+    one, several = "prompt[0]", f"prompt[{at}]"
+    param = (error.param or "").replace(one, several)
+    return BadRequest(str(error).replace(one, several), param or None, error.code)
+
+
+def _writer(form: Form, fields: _Fields, request: Request, tools: TextTools) -> Writer:
     """What writes the reply to this request."""
-    created = int(time.time())
     if isinstance(fields, ResponseChat):
-        return ResponseWriter(request.id, fields, created)
+        return ResponseWriter(request.id, fields, int(time.time()))
     if form == "messages":
         return MessagesWriter(request.id, request.model)
-    head = reply_head(request.id, form, bool(fields.stream), created, request.model)
-    return ReplyWriter(head, form, openai.wants_usage(fields), bool(fields.return_token_ids))
+    return _reply_writer(form, fields, request.id, tools)
+
+
+def _reply_writer(
+    form: Form, fields: _Fields, name: RequestId, tools: TextTools, index: int = 0
+) -> ReplyWriter:
+    """What writes the reply to chat or completions; index: of the choice whose pieces it writes."""
+    head = reply_head(name, form, bool(fields.stream), int(time.time()), fields.model)
+    logprobs = None
+    if openai.most_logprobs(fields) is not None:
+        logprobs = LogprobWriter(tools, form == "chat")
+    ids = bool(fields.return_token_ids)
+    return ReplyWriter(head, form, openai.wants_usage(fields), ids, logprobs, index)

@@ -10,14 +10,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncGenerator, Callable, Collection, Coroutine, Mapping
+from collections.abc import AsyncGenerator, Callable, Collection, Coroutine, Mapping, Sequence
 from typing import Any
 
 import msgspec
 
 from moonserve.core.errors import MoonserveError, NobodyAlive
 from moonserve.core.kv.keys import KeyChain, Namespace
-from moonserve.core.request import Request
+from moonserve.core.request import Request, TokenLogprobs
 from moonserve.core.schedule.actions import Decode, Prefill
 from moonserve.core.schedule.facts import InstanceInfo
 from moonserve.core.schedule.record import DecodeTimes, PrefillTimes
@@ -77,6 +77,14 @@ class EmbeddedServing:
 def _both(roles: Collection[str]) -> bool:
     """Whether these roles together can prefill and decode."""
     return "both" in roles or ("prefill" in roles and "decode" in roles)
+
+
+def _sure(given: Sequence[TokenLogprobs | None]) -> tuple[TokenLogprobs, ...]:
+    """Log probabilities of tokens that the client gets. Raises CallLost if one is missing."""
+    sure = tuple(it for it in given if it is not None)
+    if len(sure) < len(given):
+        raise CallLost("a token came without its log probability", retry=True)
+    return sure
 
 
 class _TokenReply:
@@ -195,6 +203,7 @@ class TokenCalls:
     def _prefilled(self, given: Prefilled, action: Prefill, life: Life) -> Output:
         """Account for the token that prefill returned."""
         cached = given.cached_tokens if self.reply.cached is None else None
+        logprobs = _sure(given.logprobs)
         self._add(given.token_ids)
         self._params = given.kv_transfer_params
         self.reply.prefill = given.times
@@ -208,18 +217,23 @@ class TokenCalls:
         if cached is not None:
             self.reply.cached = cached
             life.first_token(cached)
-        return Output(given.token_ids, self.reply.finish, cached)
+        return Output(given.token_ids, self.reply.finish, cached, logprobs)
 
     def _decoded(self, piece: Decoded) -> Output | None:
         """Account for a piece of decode's reply. None: it has no token that the client lacks."""
         skip = min(self._repeated, len(piece.token_ids))
+        logprobs = _sure(piece.logprobs[skip:]) if piece.logprobs else ()
         self._repeated -= skip
         if piece.times is not None:
             self.reply.decode = piece.times
         fresh = piece.token_ids[skip:]
         self._add(fresh)
         self.reply.finish = piece.finish_reason
-        return Output(fresh, piece.finish_reason) if fresh or self.reply.done else None
+        if not fresh and not self.reply.done:
+            return None
+        if not logprobs:
+            return Output(fresh, piece.finish_reason)
+        return Output(fresh, piece.finish_reason, None, logprobs)
 
     def _add(self, tokens: tuple[int, ...]) -> None:
         self._known.extend(tokens)

@@ -6,13 +6,13 @@ the models of the instances that have joined.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from typing import Protocol
 
 from moonserve.core.errors import ModelNotFound, NobodyAlive
 from moonserve.core.schedule.facts import InstanceInfo
 from moonserve.core.units import InstanceId
+from moonserve.live.clock import LoopClock
 from moonserve.live.external.member import Member
 from moonserve.live.ports import Conducting, ModelCard
 from moonserve.live.text.tools import TextTools
@@ -47,6 +47,7 @@ class Models:
 
     def __init__(self, conductor: Conducting) -> None:
         self._conductor = conductor
+        self._clock = LoopClock()
         self._by_model: dict[str, list[InstanceInfo]] = {}
         self._cards: dict[str, ModelCard] = {}
         """Of models that were asked for since the last look."""
@@ -83,7 +84,7 @@ class Models:
         return self._cards[model]
 
     def _look(self, fresh_s: float = _FRESH_S) -> dict[str, list[InstanceInfo]]:
-        now_s = asyncio.get_running_loop().time()
+        now_s = self._clock.loop.time()
         if now_s >= self._until_s or not fresh_s:
             self._by_model, self._until_s = {}, now_s + _FRESH_S
             self._cards.clear()

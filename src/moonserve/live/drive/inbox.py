@@ -22,10 +22,12 @@ class ActionInbox:
     """Actions for the request of the task that made the inbox. Only that task reads it. Implements
     ports.Inbox."""
 
-    def __init__(self) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        """loop: the one that runs now."""
+        self._loop = loop
         self._actions: deque[Action] = deque()
         self._waiter: asyncio.Future[None] | None = None
-        task = asyncio.current_task()
+        task = asyncio.current_task(loop)
         assert task is not None
         self._task: asyncio.Task[Any] = task
         self._awaiting = False
@@ -55,7 +57,7 @@ class ActionInbox:
     async def peek(self) -> Action:
         """The action that `get` will return next, when there is one."""
         while not self._actions:
-            self._waiter = asyncio.get_running_loop().create_future()
+            self._waiter = self._loop.create_future()
             try:
                 await self._waiter
             finally:

@@ -168,7 +168,8 @@ class RequestDriver(Generic[PieceT]):
         self._keys = keys
         self._conductor = conductor
         self._calls = calls
-        self.inbox = ActionInbox()
+        self._loop = asyncio.get_running_loop()
+        self.inbox = ActionInbox(self._loop)
         self._opened = False
         self._lives = False
         """Whether the Conductor still counts the request."""
@@ -190,7 +191,6 @@ class RequestDriver(Generic[PieceT]):
         self._over = False
         self._pieces = 0
         self._outcome = "cancelled"
-        self._loop = asyncio.get_running_loop()
         self._first_s = 0.0
         self._last_s = 0.0
         """When the first and the last piece came."""

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from moonserve.core.errors import UNREADABLE
-from moonserve.core.request import Request
+from moonserve.core.request import Request, TokenLogprobs
 from moonserve.core.schedule.facts import InstanceInfo
 from moonserve.core.schedule.record import DecodeTimes, PrefillTimes
 from moonserve.core.units import BlockKey, LeaseId, Tokens, whole_number
@@ -20,7 +20,8 @@ from moonserve.live.drive.lost import CallLost, logged
 from moonserve.live.http.auth import bearer
 from moonserve.live.http.client import ClientResponse, ClientStream, HttpClient, sse_events
 from moonserve.live.openai.headers import TERM, of_party
-from moonserve.live.openai.reply import ReadReply, read_reply
+from moonserve.live.openai.logprobs import read_ids
+from moonserve.live.openai.reply import ReadChoice, ReadReply, read_reply
 
 
 class Prefilled(msgspec.Struct, frozen=True):
@@ -31,6 +32,8 @@ class Prefilled(msgspec.Struct, frozen=True):
     cached_tokens: Tokens
     kv_transfer_params: dict[str, Any]
     times: PrefillTimes | None = None
+    logprobs: tuple[TokenLogprobs | None, ...] = ()
+    """Of each token, if the request wants them; None: it was sampled elsewhere."""
 
 
 class Decoded(msgspec.Struct, frozen=True):
@@ -40,6 +43,8 @@ class Decoded(msgspec.Struct, frozen=True):
     finish_reason: str | None
     times: DecodeTimes | None = None
     """With the first token that this call has made, if the worker reports it."""
+    logprobs: tuple[TokenLogprobs | None, ...] = ()
+    """See Prefilled."""
 
 
 _encoder = msgspec.json.Encoder()
@@ -72,6 +77,15 @@ def completion_body(
         body["stop"] = request.stopping.stop
     if request.stopping.stop_token_ids:
         body["stop_token_ids"] = request.stopping.stop_token_ids
+    shaping = request.sampling.shaping
+    if shaping is not None:
+        body["logit_bias"] = dict(shaping.bias)
+        body["logprobs"] = shaping.logprobs
+        if shaping.schema:
+            body["structured_outputs"] = {"json": msgspec.Raw(shaping.schema.encode())}
+    if request.stopping.min_tokens or shaping is not None:
+        body["min_tokens"] = request.stopping.min_tokens
+        body["generated_tokens"] = max(0, len(tokens) - request.length)
     return _encoder.encode(body)
 
 
@@ -121,6 +135,7 @@ class WireClient:
             min(parsed.cached_tokens() or 0, request.length),
             _kv_transfer_params(to, parsed),
             parsed.prefill_times,
+            _logprobs(to, choice),
         )
 
     async def prefetch(
@@ -161,7 +176,8 @@ class WireClient:
                 choice = parsed.choices[0]
                 if choice.token_ids or choice.finish_reason:
                     ids = tuple(choice.token_ids or ())
-                    yield Decoded(ids, choice.finish_reason, parsed.decode_times)
+                    logprobs = () if choice.logprobs is None else _logprobs(to, choice)
+                    yield Decoded(ids, choice.finish_reason, parsed.decode_times, logprobs)
             while await reply.take() is not None:
                 pass  # so that the connection can be used again
 
@@ -201,6 +217,19 @@ def _kv_transfer_params(to: InstanceInfo, reply: ReadReply) -> dict[str, Any]:
         raise CallLost(
             f"instance {to.id} sent no valid kv_transfer_params: {error}", retry=True
         ) from None
+
+
+def _logprobs(to: InstanceInfo, choice: ReadChoice) -> tuple[TokenLogprobs | None, ...]:
+    """The log probabilities of each token; empty if there are none."""
+    if choice.logprobs is None:
+        return ()
+    try:
+        read = tuple(read_ids(choice.logprobs))
+    except ValueError as error:
+        raise CallLost(f"instance {to.id} sent no valid logprobs: {error}", retry=True) from None
+    if len(read) != len(choice.token_ids or ()):
+        raise CallLost(f"instance {to.id} sent not one logprob for each token", retry=True)
+    return read
 
 
 def _parse(to: InstanceInfo, data: bytes) -> ReadReply:

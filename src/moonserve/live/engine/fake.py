@@ -8,15 +8,15 @@ import torch.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from hashlib import sha256
 from pathlib import Path
 
 from moonserve.core.engine.batch import Chunk, Pass, PassResult
 from moonserve.core.errors import BadRequest
-from moonserve.core.request import Sampling
+from moonserve.core.request import Sampling, Shaping, TokenLogprobs
 from moonserve.core.schedule.cost import Cost, pass_sample
-from moonserve.core.units import Micros, Tokens
+from moonserve.core.units import Micros, RequestId, Tokens
 from moonserve.live.clock import LoopClock
 from moonserve.live.ports import Clock, EngineShape, Layers
 
@@ -88,7 +88,8 @@ class FakeEngine:
             for chunk in work.chunks
             if chunk.sampling is not None
         }
-        return PassResult(sampled, self._clock.now_us() - began_us)  # measured: it may be longer
+        elapsed_us = self._clock.now_us() - began_us  # measured: it may be longer
+        return PassResult(sampled, elapsed_us, self._logprobs(work, sampled))
 
     def block(self, index: int) -> memoryview:
         """Return the writable bytes of one pool block."""
@@ -134,9 +135,48 @@ class FakeEngine:
     def _sample(self, context: bytes, sampling: Sampling) -> int:
         salt = b"" if sampling.temperature == 0 else b"%d" % sampling.seed
         digest = int.from_bytes(sha256(context + salt).digest()[:8], "little")
+        if sampling.shaping is not None:
+            return self._shaped(digest, len(context) // _SLOT_BYTES, sampling.shaping)
         if self._eos_one_in is not None and digest % self._eos_one_in == 0:
             return self.shape.eos_token_ids[0]
         return self._words[(digest >> 16) % len(self._words)]
+
+    def _shaped(self, digest: int, position: Tokens, shaping: Shaping) -> int:
+        """A token under biases: one of those with a positive bias if there are such, and none with
+        a negative one."""
+        barred = {token for token, added in shaping.bias if added < 0}
+        if position < shaping.barred_until:
+            barred.update(shaping.barred)
+        if shaping.allowed:
+            allowed = _set_bits(shaping.allowed)
+            return allowed[(digest >> 16) % len(allowed)]
+        eos = self.shape.eos_token_ids[0]
+        if self._eos_one_in is not None and digest % self._eos_one_in == 0 and eos not in barred:
+            return eos
+        wanted = [token for token, added in shaping.bias if added > 0 and token not in barred]
+        words = wanted or [word for word in self._words if word not in barred]
+        return words[(digest >> 16) % len(words)]
+
+    def _logprobs(
+        self, work: Pass, sampled: Mapping[RequestId, int]
+    ) -> dict[RequestId, TokenLogprobs] | None:
+        """A made up number for each token that wants one: a function of the token alone."""
+        found = {}
+        for chunk in work.chunks:
+            shaping = None if chunk.sampling is None else chunk.sampling.shaping
+            if shaping is not None and shaping.logprobs is not None:
+                found[chunk.request] = self.logprobs(sampled[chunk.request], shaping.logprobs)
+        return found or None
+
+    def logprobs(self, token: int, most: int) -> TokenLogprobs:
+        """What is reported with a token: it is the likeliest one, before the tokens after it."""
+        first = -(token % 64) / 64
+        top = [((token + at) % self.shape.vocab_size, first - at) for at in range(most)]
+        return TokenLogprobs(first, tuple(top))
+
+
+def _set_bits(mask: bytes) -> list[int]:
+    return [id for id in range(8 * len(mask)) if mask[id // 8] >> id % 8 & 1]
 
 
 def _slot(token: int, position: int) -> bytes:

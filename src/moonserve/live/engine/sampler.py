@@ -1,4 +1,5 @@
 """From logits to token ids: greedy, temperature, top_k and top_p, with reproducible randomness.
+Also biases, barred tokens and log probabilities, for requests that ask for them.
 
 The random number of the token at position i depends only on (seed, i). So prefill in one process
 and decode in another draw the same tokens as one process. Only TorchEngine calls it.
@@ -6,6 +7,7 @@ and decode in another draw the same tokens as one process. Only TorchEngine call
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -14,13 +16,50 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from moonserve.core.errors import EngineFailed
-from moonserve.core.request import Sampling
+from moonserve.core.request import Sampling, TokenLogprobs
 
 
 def uniform(seed: int, position: int) -> float:
     """Return the random number in [0, 1) of one sequence position: Philox, keyed by the seed."""
     bits = np.random.Philox(key=seed % 2**64, counter=position)
     return float(np.random.Generator(bits).random())
+
+
+def shape(logits: Tensor, wanted: Sequence[tuple[Sampling, int]]) -> dict[int, tuple[Tensor, int]]:
+    """Change the logits of the rows that ask for it, in place; call it before `sample`.
+
+    Returns, for each row whose log probabilities are wanted, the logits as they were, and how many
+    of the likeliest tokens to report.
+    """
+    plain: dict[int, tuple[Tensor, int]] = {}
+    for row, (how, position) in enumerate(wanted):
+        shaping = how.shaping
+        if shaping is None:
+            continue
+        if shaping.logprobs is not None:
+            plain[row] = logits[row].clone(), shaping.logprobs
+        if shaping.bias:
+            ids, added = zip(*shaping.bias, strict=True)
+            logits[row, list(ids)] += torch.tensor(added, dtype=logits.dtype)
+        if shaping.barred and position < shaping.barred_until:
+            logits[row, list(shaping.barred)] = -math.inf
+        if shaping.allowed:
+            bits = np.unpackbits(np.frombuffer(shaping.allowed, np.uint8), bitorder="little")
+            allowed = np.zeros(logits.shape[1], bool)  # ids of padding have no bit
+            count = min(len(bits), len(allowed))
+            allowed[:count] = bits[:count]
+            logits[row, torch.from_numpy(~allowed)] = -math.inf
+    return plain
+
+
+def logprobs(logits: Tensor, token: int, most: int) -> TokenLogprobs:
+    """Return the log probability of a token in one row, and the `most` likeliest tokens."""
+    scores = torch.log_softmax(logits.double(), -1)
+    top: list[tuple[int, float]] = []
+    if most:
+        values, ids = torch.sort(scores, descending=True, stable=True)
+        top = list(zip(ids[:most].tolist(), values[:most].tolist(), strict=True))
+    return TokenLogprobs(float(scores[token]), tuple(top))
 
 
 def sample(logits: Tensor, wanted: Sequence[tuple[Sampling, int]]) -> list[int]:

@@ -19,7 +19,7 @@ import torch
 
 from moonserve.core.engine.batch import Chunk, Pass, PassResult
 from moonserve.core.errors import ConfigError
-from moonserve.core.request import Sampling
+from moonserve.core.request import Sampling, TokenLogprobs
 from moonserve.core.units import Bytes, RequestId, Tokens
 from moonserve.live.engine.inputs import (
     Inputs,
@@ -31,7 +31,7 @@ from moonserve.live.engine.inputs import (
 )
 from moonserve.live.engine.kernels import FEW_ROWS, KernelChoice, Kernels
 from moonserve.live.engine.model import Model
-from moonserve.live.engine.sampler import sample
+from moonserve.live.engine.sampler import logprobs, sample, shape
 from moonserve.live.engine.weights import load_weights
 from moonserve.live.model.config import ModelConfig, weights_revision
 from moonserve.live.ports import EngineShape, Layers
@@ -183,11 +183,15 @@ class TorchEngine:
                 for chunk in inputs.sampling
                 if chunk.sampling is not None
             ]
-            tokens = sample(logits, wanted) if wanted else []
+            reported = None
+            if any(how.shaping is not None for how, _ in wanted):
+                tokens, reported = _shaped(inputs.sampling, logits, wanted)
+            else:
+                tokens = sample(logits, wanted) if wanted else []
         sampled = {
             chunk.request: token for chunk, token in zip(inputs.sampling, tokens, strict=True)
         }
-        return PassResult(sampled, (time.perf_counter_ns() - begun_ns) // 1000)
+        return PassResult(sampled, (time.perf_counter_ns() - begun_ns) // 1000, reported)
 
     def _run_marked(self, work: Pass, reached: Callable[[int], None] | None = None) -> PassResult:
         """Run a pass as one bar of the profile: compiled kernels show nothing there themselves."""
@@ -225,6 +229,20 @@ class TorchEngine:
     async def close(self) -> None:
         """End the engine's thread, after the running pass."""
         self._thread.shutdown(wait=False, cancel_futures=True)
+
+
+def _shaped(
+    chunks: Sequence[Chunk], logits: torch.Tensor, wanted: Sequence[tuple[Sampling, int]]
+) -> tuple[list[int], dict[RequestId, TokenLogprobs]]:
+    """Sample rows of which some have a Shaping; return the tokens and the wanted log
+    probabilities."""
+    plain = shape(logits, wanted)
+    tokens = sample(logits, wanted)
+    reported = {
+        chunks[row].request: logprobs(before, tokens[row], most)
+        for row, (before, most) in plain.items()
+    }
+    return tokens, reported
 
 
 def _load_profiler() -> None:

@@ -348,7 +348,9 @@ class Fleet:
 
 def _may_lack(monitor: EngineMonitor) -> str:
     """What an engine that never came up may lack, as a further clause; mostly nothing."""
-    if monitor.state == "asking" and monitor.why and monitor.member.spec.connector == "mooncake":
+    spec = monitor.member.spec
+    by_mooncake = spec.connector == "mooncake" or (spec.engine == "vllm" and spec.shared_store)
+    if monitor.state == "asking" and monitor.why and by_mooncake:
         return (
             "; if its log says `Engine core initialization failed`, its host may lack"
             " libibverbs.so.1 (on Debian and Ubuntu: apt install libibverbs1)"

@@ -26,6 +26,7 @@ import msgspec
 from moonserve.core.errors import ConfigError, DeadlineExceeded, MoonserveError
 from moonserve.core.units import Bytes
 from moonserve.invalid import without_password
+from moonserve.live.clock import LoopClock
 from moonserve.live.http.switch import Switched
 from moonserve.live.tls.contexts import HANDSHAKE_S, STRANGER, SYSTEM, ServerTrust, Tls
 
@@ -584,6 +585,7 @@ class HttpClient:
         self._idle_s = idle_s
         self._max_reply_bytes = max_reply_bytes
         self._closed = False
+        self._clock = LoopClock()
         self._hosts: dict[tuple[str, int, bool], Host] = {}
         self._open = Watch()
         self._sweeper: asyncio.TimerHandle | None = None
@@ -714,7 +716,7 @@ class HttpClient:
         """
         target = parse(asked.url)
         host = self._host(target)
-        deadline_s = asyncio.get_running_loop().time() + asked.timeout_s
+        deadline_s = self._clock.loop.time() + asked.timeout_s
         await host.enter(deadline_s)
         try:
             data = head_of(asked.method, target, asked.headers, len(asked.body)) + asked.body
@@ -815,7 +817,7 @@ class HttpClient:
         if not connection.reusable():
             connection.abort()
             return
-        loop = asyncio.get_running_loop()
+        loop = self._clock.loop
         connection.idle_since_s = loop.time()
         host.idle.append(connection)
         if self._sweeper is None:
@@ -823,7 +825,7 @@ class HttpClient:
 
     def _sweep(self) -> None:
         """Close connections that are idle for too long; run again while any are left."""
-        loop = asyncio.get_running_loop()
+        loop = self._clock.loop
         expired_s = loop.time() - self._idle_s
         for host in list(self._hosts.values()):
             while host.idle and host.idle[0].idle_since_s <= expired_s:

@@ -13,9 +13,11 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from moonserve.core.errors import MoonserveError
+from moonserve.core.request import TokenLogprobs
 from moonserve.core.schedule.record import DecodeTimes, PrefillTimes
 from moonserve.core.units import Tokens
 from moonserve.live.http.message import error_reply
+from moonserve.live.openai.logprobs import ChoiceLogprobs, LogprobWriter, ReadLogprobs
 from moonserve.live.openai.request import PATHS, Form
 
 _NAMED_EVENTS = (PATHS["responses"], PATHS["messages"])
@@ -62,6 +64,14 @@ class Usage(msgspec.Struct):
         """The usage of a prompt with `cached` reused tokens, after `generated` tokens."""
         return Usage(prompt, generated, prompt + generated, PromptDetails(cached))
 
+    def plus(self, other: Usage) -> Usage:
+        """The usage of both together."""
+        return Usage.of(
+            self.prompt_tokens + other.prompt_tokens,
+            self.completion_tokens + other.completion_tokens,
+            self.prompt_tokens_details.cached_tokens + other.prompt_tokens_details.cached_tokens,
+        )
+
 
 class Delta(msgspec.Struct):
     """What a chunk adds to a chat message."""
@@ -88,7 +98,7 @@ class Choice(msgspec.Struct):
     delta: Delta | UnsetType = UNSET
     message: ReplyMessage | UnsetType = UNSET
     text: str | UnsetType = UNSET
-    logprobs: None = None
+    logprobs: ChoiceLogprobs | None = None
     finish_reason: str | None = None
     stop_reason: int | str | UnsetType | None = UNSET
     token_ids: Sequence[int] | UnsetType | None = UNSET
@@ -141,6 +151,9 @@ class ChoiceState(Protocol):
     def take_ids(self) -> list[int]:
         """The token ids that came since the last call."""
 
+    def take_logprobs(self) -> list[TokenLogprobs]:
+        """Their log probabilities; empty if the client does not want them."""
+
 
 class Writer(Protocol):
     """Writes one reply of a gateway: `whole`, or `begin`, each `piece` and `end` as events."""
@@ -161,31 +174,43 @@ class Writer(Protocol):
 class ReplyWriter:
     """Writes a reply to chat or completions: see Writer."""
 
-    def __init__(self, head: Reply, form: Form, usage: bool, ids: bool = False) -> None:
+    def __init__(
+        self,
+        head: Reply,
+        form: Form,
+        usage: bool,
+        ids: bool = False,
+        logprobs: LogprobWriter | None = None,
+        index: int = 0,
+    ) -> None:
         """usage: whether the stream ends with a chunk of usage; ids: whether the client wants the
-        token ids."""
+        token ids; logprobs: None: it wants none; index: of the choice whose pieces it writes."""
         self._head = head
         self._chat = form == "chat"
         self._wants_usage = usage
         self._wants_ids = ids
+        self._logprobs = logprobs
         self._delta = Delta()
-        self._choice = Choice()
+        self._choice = Choice(index)
         head.choices = [self._choice]
 
     def whole(self, said: Sequence[tuple[str, ChoiceState]], usage: Usage) -> bytes:
         """See Writer."""
-        self._head.choices = [self._whole(text, choice) for text, choice in said]
+        self._head.choices = [self._whole(at, *it) for at, it in enumerate(said)]
         self._head.usage = usage
         return _encode(self._head)
 
-    def _whole(self, text: str, choice: ChoiceState) -> Choice:
-        written = Choice(finish_reason=choice.finish_reason)
+    def _whole(self, index: int, text: str, choice: ChoiceState) -> Choice:
+        written = Choice(index, finish_reason=choice.finish_reason)
         if self._chat:
             written.message = ReplyMessage("assistant", text)
         else:
             written.text = text
+        ids = choice.take_ids()
+        if self._logprobs is not None:
+            written.logprobs = self._logprobs.write(ids, choice.take_logprobs())
         if self._wants_ids:
-            written.token_ids = choice.take_ids()
+            written.token_ids = ids
         return written
 
     def begin(self, usage: Usage) -> bytes:
@@ -203,9 +228,8 @@ class ReplyWriter:
         """See Writer."""
         reason = choice.finish_reason
         ids = None
-        if self._wants_ids:
-            ids = choice.take_ids()
-            self._choice.token_ids = ids
+        if self._wants_ids or self._logprobs is not None:
+            ids = self._reported(choice)
         if not self._chat:
             self._choice.text = text
             self._choice.finish_reason = reason
@@ -215,9 +239,19 @@ class ReplyWriter:
         if reason:
             self._delta.content = UNSET
             self._choice.token_ids = UNSET
+            self._choice.logprobs = None
             self._choice.finish_reason = reason
             events += event(self._head)
         return events
+
+    def _reported(self, choice: ChoiceState) -> list[int]:
+        """Put what the client wants of the new tokens beside their text; return their ids."""
+        ids = choice.take_ids()
+        if self._wants_ids:
+            self._choice.token_ids = ids
+        if self._logprobs is not None:
+            self._choice.logprobs = self._logprobs.write(ids, choice.take_logprobs())
+        return ids
 
     def end(self, usage: Usage) -> bytes:
         """See Writer."""
@@ -247,6 +281,7 @@ class ReadChoice(msgspec.Struct):
     text: str | None = None
     token_ids: list[int] | None = None
     finish_reason: str | None = None
+    logprobs: ReadLogprobs | None = None
 
 
 class ReadReply(msgspec.Struct):

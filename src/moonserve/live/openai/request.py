@@ -24,10 +24,11 @@ from typing import Any, ClassVar, Literal, TypeAlias
 
 import msgspec
 
-from moonserve.core.errors import UNREADABLE, BadRequest
-from moonserve.core.request import Sampling, Stopping
-from moonserve.core.units import Bytes, Tokens
+from moonserve.core.errors import BadRequest
+from moonserve.core.request import Sampling, Shaping, Stopping
+from moonserve.core.units import Bytes, Tokens, whole_number
 from moonserve.live.http.message import COUNT_TOKENS, MESSAGES, decode_json
+from moonserve.live.text.grammar import ANY_OBJECT
 
 Form: TypeAlias = Literal[
     "chat",
@@ -55,44 +56,52 @@ PATHS: Mapping[Form, str] = {
     "detokenize": "/detokenize",
 }
 
+MOST_CHOICES = 32
+"""The most choices of one request, of all its prompts together."""
+MOST_LOGPROBS = 20
+"""The most likeliest tokens that are reported with each token."""
 _MAX_STOPS = 16
 _MAX_STOP_CHARS = 1_024
 _MAX_STOP_IDS = 256
 _MAX_SALT_CHARS = 1_024
+_MAX_BIASES = 1_024
+_MOST_BIAS = 100
 _ITEMS_PER_MESSAGE = 4
 """So many messages and parts may a conversation have on average."""
 _STOP_BYTES = 256 << 10
 """More JSON than the longest allowed `stop` has, also where every character is escaped."""
 _STOP_IDS_BYTES = 8 << 10
+_BIAS_BYTES = 64 << 10
+_SCHEMA_BYTES = 64 << 10
 _NOTHING_BYTES = 256
 """More JSON than any value has that asks for nothing."""
 _OPENED = 2
 """Brackets of a list with one list of token ids."""
 UNTOUCHED = msgspec.Raw(b"")
 """The value of a raw field that the body does not have."""
+_LONG_FIELDS = (
+    ("stop", _STOP_BYTES),
+    ("stop_token_ids", _STOP_IDS_BYTES),
+    ("logit_bias", _BIAS_BYTES),
+    ("response_format", _SCHEMA_BYTES),
+)
 _FIRST_ITEM = re.compile(rb"\[[ \t\r\n]*(.)", re.DOTALL)
 _NO_CALLS: tuple[object, ...] = ([], {}, "", False, 0)
 _TEXT = ("text",)
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 
 _UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
-    "n": (1,),
     "best_of": (1,),
     "echo": (False,),
     "suffix": ("",),
-    "logprobs": (False,),
-    "top_logprobs": (0,),
-    "logit_bias": ({},),
     "presence_penalty": (0,),
     "frequency_penalty": (0,),
     "repetition_penalty": (1,),
     "min_p": (0,),
-    "min_tokens": (0,),
     "tools": ([],),
     "tool_choice": ("none", "auto"),
     "functions": ([],),
     "function_call": ("none", "auto"),
-    "response_format": ({"type": "text"},),
     "guided_json": (),
     "guided_regex": (),
     "structured_outputs": (),
@@ -177,6 +186,8 @@ class _Common(msgspec.Struct, kw_only=True):
     top_p: float | None = None
     top_k: int | None = None
     seed: int | None = None
+    n: int | None = None
+    min_tokens: int | None = None
     ignore_eos: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -184,11 +195,28 @@ class _Common(msgspec.Struct, kw_only=True):
     cache_salt: str | None = None
 
 
+class NamedSchema(msgspec.Struct):
+    """A JSON schema with a name, which changes nothing."""
+
+    schema: msgspec.Raw
+    name: str | None = None
+    strict: bool | None = None
+
+
+class ResponseFormat(msgspec.Struct):
+    """What the text must be."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: NamedSchema | None = None
+
+
 class GenerationRequest(_Common, kw_only=True):
     """The fields that all generations have besides their model and prompt."""
 
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
+    logit_bias: dict[str, float] | None = None
+    response_format: ResponseFormat | None = None
 
 
 class ChatRequest(GenerationRequest, kw_only=True):
@@ -199,6 +227,8 @@ class ChatRequest(GenerationRequest, kw_only=True):
     model: str
     messages: list[Message]
     max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
 
 
 class CompletionRequest(GenerationRequest, kw_only=True):
@@ -206,6 +236,7 @@ class CompletionRequest(GenerationRequest, kw_only=True):
 
     model: str
     prompt: str | list[str | int | list[int]]
+    logprobs: int | None = None
 
 
 _SERVED: Mapping[Form, type[GenerationRequest]] = {
@@ -218,23 +249,17 @@ class _Unserved(_Common, kw_only=True):
     """A body before its checks: the fields that our workers do not serve, and those that may be
     long."""
 
-    n: msgspec.Raw = UNTOUCHED
     best_of: msgspec.Raw = UNTOUCHED
     echo: msgspec.Raw = UNTOUCHED
     suffix: msgspec.Raw = UNTOUCHED
-    logprobs: msgspec.Raw = UNTOUCHED
-    top_logprobs: msgspec.Raw = UNTOUCHED
-    logit_bias: msgspec.Raw = UNTOUCHED
     presence_penalty: msgspec.Raw = UNTOUCHED
     frequency_penalty: msgspec.Raw = UNTOUCHED
     repetition_penalty: msgspec.Raw = UNTOUCHED
     min_p: msgspec.Raw = UNTOUCHED
-    min_tokens: msgspec.Raw = UNTOUCHED
     tools: msgspec.Raw = UNTOUCHED
     tool_choice: msgspec.Raw = UNTOUCHED
     functions: msgspec.Raw = UNTOUCHED
     function_call: msgspec.Raw = UNTOUCHED
-    response_format: msgspec.Raw = UNTOUCHED
     guided_json: msgspec.Raw = UNTOUCHED
     guided_regex: msgspec.Raw = UNTOUCHED
     structured_outputs: msgspec.Raw = UNTOUCHED
@@ -249,22 +274,31 @@ class _Unserved(_Common, kw_only=True):
     prompt_embeds: msgspec.Raw = UNTOUCHED
     stop: msgspec.Raw = UNTOUCHED
     stop_token_ids: msgspec.Raw = UNTOUCHED
+    logit_bias: msgspec.Raw = UNTOUCHED
+    response_format: msgspec.Raw = UNTOUCHED
 
 
 class _ChatBody(_Unserved, kw_only=True):
     model: str
     messages: list[Message]
     max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
 
 
 class _CompletionBody(_Unserved, kw_only=True):
     model: str
     prompt: msgspec.Raw
+    logprobs: int | None = None
 
 
 class _Stops(msgspec.Struct):
+    """The fields that may be long, once their length is known."""
+
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
+    logit_bias: dict[str, float] | None = None
+    response_format: ResponseFormat | None = None
 
 
 class _Sequences(msgspec.Struct):
@@ -273,6 +307,10 @@ class _Sequences(msgspec.Struct):
 
 class _Prompt(msgspec.Struct):
     prompt: str | list[str | int | list[int]]
+
+
+class _Texts(msgspec.Struct):
+    prompt: list[str]
 
 
 def generation_shape(form: Form) -> BodyShape:
@@ -299,12 +337,19 @@ def parse_chat(body: bytes, max_messages: int) -> ChatRequest:
         model=sent.model,
         messages=sent.messages,
         max_completion_tokens=sent.max_completion_tokens,
+        logprobs=sent.logprobs,
+        top_logprobs=sent.top_logprobs,
         stop=stops.stop,
         stop_token_ids=stops.stop_token_ids,
+        logit_bias=stops.logit_bias,
+        response_format=stops.response_format,
         **_common(sent),
     )
     check(request)
     at_least_one("max_completion_tokens", request.max_completion_tokens)
+    within("top_logprobs", request.top_logprobs, 0, MOST_LOGPROBS)
+    if request.top_logprobs and not request.logprobs:
+        raise BadRequest("top_logprobs: only allowed with logprobs", "top_logprobs")
     check_messages(request.messages, "messages", max_messages)
     return request
 
@@ -320,11 +365,15 @@ def parse_completion(body: bytes, max_ids: Tokens) -> CompletionRequest:
     request = CompletionRequest(
         model=sent.model,
         prompt=_prompt(bytes(sent.prompt), max_ids),
+        logprobs=sent.logprobs,
         stop=stops.stop,
         stop_token_ids=stops.stop_token_ids,
+        logit_bias=stops.logit_bias,
+        response_format=stops.response_format,
         **_common(sent),
     )
     check(request)
+    within("logprobs", request.logprobs, 0, MOST_LOGPROBS)
     return request
 
 
@@ -354,6 +403,20 @@ def context_exceeded(param: str, what: str, max_len: Tokens) -> BadRequest:
     )
 
 
+def split_prompts(request: CompletionRequest) -> list[CompletionRequest]:
+    """One request for each prompt. Raises BadRequest if `n` makes too many choices of them."""
+    prompt = request.prompt
+    if isinstance(prompt, str) or len(prompt) < 2 or isinstance(prompt[0], int):
+        return [request]
+    for i, one in enumerate(prompt):
+        if not isinstance(one, type(prompt[0])):
+            path = f"prompt[{i}]"
+            raise BadRequest(f"{path}: mixes prompts with something else", path)
+    if len(prompt) * (request.n or 1) > MOST_CHOICES:
+        raise BadRequest(f"n: at most {MOST_CHOICES} choices of all prompts together", "n")
+    return [msgspec.structs.replace(request, prompt=[it]) for it in prompt]
+
+
 def single_prompt(request: CompletionRequest, vocab_size: int, max_len: Tokens) -> str | list[int]:
     """The one prompt of a request: text, or at most `max_len` token ids of the vocabulary.
 
@@ -368,7 +431,7 @@ def single_prompt(request: CompletionRequest, vocab_size: int, max_len: Tokens) 
     path = "prompt"
     if not isinstance(first, int):
         if len(prompt) > 1:
-            raise _one_prompt()
+            raise BadRequest("prompt: only one prompt is possible here", "prompt")
         if isinstance(first, str):
             return first
         prompt = [*first]
@@ -385,6 +448,50 @@ def single_prompt(request: CompletionRequest, vocab_size: int, max_len: Tokens) 
             )
         ids.append(token)
     return ids
+
+
+def most_logprobs(request: ChatRequest | CompletionRequest) -> int | None:
+    """How many of the likeliest tokens the client wants with each token; None: no log
+    probabilities."""
+    if isinstance(request, CompletionRequest):
+        return request.logprobs
+    return (request.top_logprobs or 0) if request.logprobs else None
+
+
+def shaping(request: ChatRequest | CompletionRequest, vocab_size: int) -> Shaping | None:
+    """What it wants of the logits; None: nothing. Raises BadRequest for an unknown token."""
+    most = most_logprobs(request)
+    schema = json_schema(request)
+    if not request.logit_bias and most is None and not schema:
+        return None
+    return Shaping(token_biases(request, vocab_size), logprobs=most, schema=schema)
+
+
+def json_schema(request: GenerationRequest) -> str:
+    """The JSON schema that the text must follow; empty: it is free. Raises BadRequest."""
+    wanted = request.response_format
+    if wanted is None or wanted.type == "text":
+        return ""
+    for name, given in (("ignore_eos", request.ignore_eos), ("min_tokens", request.min_tokens)):
+        if given:
+            raise BadRequest(f"{name}: cannot be kept with response_format; leave it out", name)
+    if wanted.type == "json_object":
+        return ANY_OBJECT
+    if wanted.json_schema is None:
+        raise BadRequest("response_format.json_schema: is missing", "response_format.json_schema")
+    return bytes(wanted.json_schema.schema).decode()
+
+
+def token_biases(request: GenerationRequest, vocab_size: int) -> tuple[tuple[int, float], ...]:
+    """Token ids, each with what is added to its logit. Raises BadRequest for an unknown token."""
+    bias = []
+    for name, added in (request.logit_bias or {}).items():
+        token = whole_number(name)
+        if token is None or token >= vocab_size:
+            what = f"{name[:40]!r} is not a token id below {vocab_size}"
+            raise BadRequest(f"logit_bias: {what}", "logit_bias")
+        bias.append((token, added))
+    return tuple(bias)
 
 
 def sampling(request: GenerationRequest, drawn_seed: int) -> Sampling:
@@ -405,6 +512,7 @@ def stopping(request: GenerationRequest, max_tokens: Tokens) -> Stopping:
         stop=(stop,) if isinstance(stop, str) else tuple(stop or ()),
         stop_token_ids=tuple(request.stop_token_ids or ()),
         ignore_eos=bool(request.ignore_eos),
+        min_tokens=min(request.min_tokens or 0, max_tokens),
     )
 
 
@@ -455,7 +563,7 @@ def _is_any_of(raw: bytes, values: tuple[object, ...]) -> bool:
 def _stops(sent: _Unserved) -> _Stops:
     """What ends a generation, decoded now that its length is known. Raises BadRequest."""
     fields = []
-    for name, most in (("stop", _STOP_BYTES), ("stop_token_ids", _STOP_IDS_BYTES)):
+    for name, most in _LONG_FIELDS:
         raw = bytes(getattr(sent, name))
         _at_most(name, raw, most)
         if raw:
@@ -482,34 +590,35 @@ def _prompt(raw: bytes, max_ids: Tokens) -> str | list[str | int | list[int]]:
     """The prompt of a completion. Raises BadRequest, before it decodes more than `max_ids` ids."""
     first = _FIRST_ITEM.match(raw)
     if first is not None and first[1] == b'"':
-        try:
-            return [*msgspec.json.decode(raw, type=tuple[str])]  # a second text ends it at once
-        except msgspec.ValidationError:
-            raise _one_prompt() from None
-        except UNREADABLE as error:
-            raise BadRequest(f"prompt: {error}", "prompt", "invalid_json") from None
+        quotes = raw.replace(rb"\\", b"").replace(rb"\"", b"").count(b'"')
+        _check_prompts(quotes // 2)
+        return [*decode_json(b'{"prompt":%b}' % raw, _Texts).prompt]
     if first is not None:
-        if len(raw.split(b"[", _OPENED + 1)) > _OPENED + 1:
-            raise _one_prompt()
+        lists = raw.count(b"[") - 1
+        _check_prompts(lists)
         commas = raw.count(b",")
-        if commas >= max_ids:
+        if commas >= max_ids * max(1, lists):
             raise context_exceeded("prompt", f"{commas + 1} tokens", max_ids)
     return decode_json(b'{"prompt":%b}' % raw, _Prompt).prompt
 
 
-def _one_prompt() -> BadRequest:
-    return BadRequest("prompt: one prompt per request is supported", "prompt")
+def _check_prompts(count: int) -> None:
+    if count > MOST_CHOICES:
+        raise BadRequest(f"prompt: at most {MOST_CHOICES} prompts", "prompt")
 
 
 def check(request: GenerationRequest) -> None:
     """Raise BadRequest for a value out of its range."""
     at_least_one("max_tokens", request.max_tokens)
-    _within("temperature", request.temperature, 0, 2)
-    _within("top_p", request.top_p, 0, 1)
+    within("temperature", request.temperature, 0, 2)
+    within("top_p", request.top_p, 0, 1)
     if request.top_p == 0:
         raise BadRequest("top_p: must be above 0", "top_p")
-    _within("top_k", request.top_k, -1, 2**31 - 1)
-    _within("seed", request.seed, -(2**63), 2**63 - 1)
+    within("top_k", request.top_k, -1, 2**31 - 1)
+    within("seed", request.seed, -(2**63), 2**63 - 1)
+    within("n", request.n, 1, MOST_CHOICES)
+    within("min_tokens", request.min_tokens, 0, 2**31 - 1)
+    _check_bias(request.logit_bias or {})
     if wants_usage(request) and not request.stream:
         raise BadRequest("stream_options: only allowed with stream", "stream_options")
     _check_stops(request)
@@ -535,7 +644,14 @@ def _check_stops(request: GenerationRequest) -> None:
     if len(ids) > _MAX_STOP_IDS:
         raise BadRequest(f"stop_token_ids: at most {_MAX_STOP_IDS}", "stop_token_ids")
     for i, token in enumerate(ids):
-        _within(f"stop_token_ids[{i}]", token, 0, 2**31 - 1)
+        within(f"stop_token_ids[{i}]", token, 0, 2**31 - 1)
+
+
+def _check_bias(bias: Mapping[str, float]) -> None:
+    if len(bias) > _MAX_BIASES:
+        raise BadRequest(f"logit_bias: at most {_MAX_BIASES} tokens", "logit_bias")
+    for name, added in bias.items():
+        within(f"logit_bias.{name[:40]}", added, -_MOST_BIAS, _MOST_BIAS)
 
 
 def check_messages(
@@ -593,6 +709,7 @@ def at_least_one(name: str, value: int | None) -> None:
         raise BadRequest(f"{name}: must be at least 1, not {value}", name)
 
 
-def _within(name: str, value: float | None, low: int, high: int) -> None:
+def within(name: str, value: float | None, low: int, high: int) -> None:
+    """Raise BadRequest for a number out of its range."""
     if value is not None and not low <= value <= high:
         raise BadRequest(f"{name}: must be from {low} to {high}, not {value}", name)

@@ -24,7 +24,7 @@ from moonserve.core.schedule.record import Measured
 from moonserve.core.units import MICROS_PER_SECOND, Bytes, Tokens, seconds_to_us
 from moonserve.live.api.engine_text import Prepared
 from moonserve.live.drive.calls import Caller
-from moonserve.live.drive.passing import Passing
+from moonserve.live.drive.passing import passing
 from moonserve.live.drive.request import error_for
 from moonserve.live.ports import OutgoingCall
 from moonserve.page import pointer
@@ -59,7 +59,7 @@ class PickedCall:
         """Whether the call that is out decodes."""
         self._timer: asyncio.TimerHandle | None = None
         self._note: OutgoingCall | None = None
-        self._reply = Passing()
+        self._reply = passing(read.outgoing.form)
         self._shown = False
         """Whether the reply passes by here."""
         self._tail = b""
@@ -67,6 +67,16 @@ class PickedCall:
         self._last_s = arrived_s
         """When the first and the last piece of a stream came."""
         self._outcome = "cancelled"
+
+    @property
+    def tokens(self) -> Tokens:
+        """Of the prompt, and those of the answer that have passed by."""
+        reply = self._reply
+        return max(self._read.prompt.length, reply.counted.prompt or 0) + self._generated()
+
+    def _generated(self) -> Tokens:
+        reply = self._reply
+        return reply.tokens if reply.events or reply.counted.completion else 0
 
     # What the Conductor orders.
 
@@ -208,6 +218,8 @@ class PickedCall:
         now_s = self._loop.time()
         metrics = self._caller.metrics
         if self._first_s is None:
+            if not reply.begun:
+                return
             self._first_s = now_s
             metrics.ttft.observe(now_s - self._arrived_s)
             self._conductor.first_token(self._request.id, reply.cached)
@@ -277,8 +289,7 @@ class PickedCall:
     def _measured(self) -> Measured:
         if not self._shown:
             return Measured()
-        reply = self._reply
-        tokens: Tokens = reply.tokens if reply.events or reply.counted.completion else 0
+        reply, tokens = self._reply, self._generated()
         gaps = tokens - 1
         tbt_us = None
         if self._first_s is not None and gaps > 0:

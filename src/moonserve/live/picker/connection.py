@@ -12,6 +12,7 @@ a window; a wait for a peer that reads nothing, or is silent, without an end.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections import deque
 from collections.abc import Awaitable, Callable, Collection, Mapping
@@ -23,6 +24,7 @@ from h2.config import H2Configuration
 from h2.connection import H2Connection
 from h2.errors import ErrorCodes
 from h2.events import (
+    ConnectionTerminated,
     DataReceived,
     Event,
     RemoteSettingsChanged,
@@ -31,7 +33,7 @@ from h2.events import (
     StreamReset,
     WindowUpdated,
 )
-from h2.exceptions import ProtocolError
+from h2.exceptions import ProtocolError, StreamClosedError
 from h2.settings import SettingCodes
 from hyperframe.frame import GoAwayFrame
 
@@ -241,6 +243,9 @@ class GrpcConnection(asyncio.Protocol):
             self._flush()
             self.close()
             return
+        if any(isinstance(it, ConnectionTerminated) for it in events):
+            self.close()  # h2 sends nothing more
+            return
         reset = {it.stream_id for it in events if isinstance(it, StreamReset)}
         for event in events:
             self._happened(event, reset)
@@ -261,8 +266,7 @@ class GrpcConnection(asyncio.Protocol):
         self._shared.open.discard(self)
         if self._timer is not None:
             self._timer.cancel()
-        for call in list(self._calls.values()):
-            self._forget(call)
+        self._forget_all()
 
     # What calls and the server use.
 
@@ -296,6 +300,7 @@ class GrpcConnection(asyncio.Protocol):
 
     def close(self) -> None:
         """Close it, and with it all calls."""
+        self._forget_all()
         if self._transport is not None:
             self._transport.close()
 
@@ -381,7 +386,7 @@ class GrpcConnection(asyncio.Protocol):
             self._h2.reset_stream(call.stream, ErrorCodes.CANCEL)
         else:
             self._h2.send_headers(call.stream, [*head, *trailers], end_stream=True)
-            if not call.ended:
+            with contextlib.suppress(StreamClosedError):  # the peer has sent all
                 self._h2.reset_stream(call.stream, ErrorCodes.NO_ERROR)
         self._forget(call)
         self._flush_soon()
@@ -392,6 +397,10 @@ class GrpcConnection(asyncio.Protocol):
         self._stalled.pop(call.stream, None)
         if call.task is not None and call.task is not asyncio.current_task():
             call.task.cancel()
+
+    def _forget_all(self) -> None:
+        for call in list(self._calls.values()):
+            self._forget(call)
 
     def _pump(self, call: GrpcCall) -> None:
         """Send what a call has written, as far as the peer's windows have room."""

@@ -22,6 +22,7 @@ from envoy.service.ext_proc.v3.external_processor_pb2 import (
 from moonserve.core.errors import (
     BadRequest,
     DeadlineExceeded,
+    Forbidden,
     MoonserveError,
     NobodyAlive,
     Overloaded,
@@ -30,6 +31,10 @@ from moonserve.core.schedule.actions import Prefill
 from moonserve.core.schedule.facts import InstanceInfo
 from moonserve.core.shares import Party
 from moonserve.core.units import Bytes, whole_number
+from moonserve.live.access.guard import Guard
+from moonserve.live.access.keys import ApiKey
+from moonserve.live.access.meter import UNCOUNTED, CountedCall, Meter
+from moonserve.live.access.refusals import Reason
 from moonserve.live.access.terms import ClientTerms, terms_of
 from moonserve.live.api.engine_text import EngineText
 from moonserve.live.api.limiter import SMALL_BODY_BYTES, Limiter, network
@@ -43,6 +48,7 @@ from moonserve.live.http.message import (
 )
 from moonserve.live.http.server import ProcessPart, Routes
 from moonserve.live.openai import headers as names
+from moonserve.live.openai.external import FREE
 from moonserve.live.openai.request import PATHS, BodyShape, Form
 from moonserve.live.picker.calls import PickedCall
 from moonserve.live.picker.endpoints import Endpoints, normal
@@ -54,6 +60,7 @@ from moonserve.live.picker.protocol import (
     Pick,
     PickAsked,
     PickerStream,
+    ProxiedHead,
     ReplyPiece,
     refused,
 )
@@ -64,8 +71,13 @@ OBJECTIVE = "x-gateway-inference-objective"
 """Header of the Inference Extension: the name of an objective, which has a priority."""
 FAIRNESS = "x-gateway-inference-fairness-id"
 """Header of the Inference Extension: what shares capacity equally; our tenant."""
-_FORMS: Mapping[str, Form] = {PATHS[form]: form for form in ("chat", "completion")}
+_FORMS: Mapping[str, Form] = {path: form for form, path in PATHS.items() if form not in FREE}
 """The paths whose requests are placed by their prompts."""
+_HANDED: frozenset[Form] = frozenset({"chat", "completion"})
+"""The forms whose KV a sidecar hands over; prefill and decode of others are of one engine."""
+_MODELS = "/v1/models/"
+_CREDENTIALS = ("authorization", "x-api-key")
+"""Headers that may have a client's key, which is no engine's business."""
 _OTHER = "other"
 """The route of requests without a prompt that is read, in metrics."""
 _BODY_S = 60.0
@@ -98,10 +110,13 @@ class PickerFront:
         within_s: float,
         objectives: Mapping[str, int],
         salted: bool,
+        guard: Guard | None = None,
+        meter: Meter | None = None,
     ) -> None:
         """parts: makes what listens for the proxy. most: the largest body. within_s: how long a
         request may wait for an instance. objectives: priorities by name. salted: whether tenants
-        share no KV."""
+        share no KV. guard: asks clients for API keys, whose limits `meter` counts; None: the proxy
+        decides who its clients are."""
         self.metrics = backend.metrics
         self._backend = backend
         self._health = health
@@ -109,6 +124,10 @@ class PickerFront:
         self._within_s = within_s
         self._objectives = objectives
         self._salted = salted
+        self._guard = guard
+        if guard is not None:
+            self.metrics.registry.register(guard.refusals)
+        self._meter = meter
         self._limiter = Limiter(backend.limits, self.metrics)
         self._endpoints = Endpoints()
         self._turn = 0
@@ -199,7 +218,7 @@ class PickerFront:
         served.status = error.status
         if isinstance(error, Overloaded):
             self.metrics.rejected[error.reason] += 1
-        await write(refused(error))
+        await write(refused(error, served.path))
 
     async def _whole(
         self, served: _UnderWay, stream: PickerStream, read: Read, write: Write
@@ -209,19 +228,52 @@ class PickerFront:
             async with asyncio.timeout(_BODY_S):
                 while (message := await read()) is not None:
                     replies, event = stream.take(message)
+                    if isinstance(event, Headed):
+                        self._admit(served, event.head)
+                        self._expect(served, event.head)
                     for reply in replies:
                         await write(reply)
-                    if isinstance(event, Headed):
-                        self._expect(served, event)
                     if isinstance(event, PickAsked):
+                        if not served.admitted:
+                            self._admit(served, event.head)
                         return event
         except TimeoutError:
             raise DeadlineExceeded(f"the body has not come within {_BODY_S:g} s") from None
         return None
 
-    def _expect(self, served: _UnderWay, head: Headed) -> None:
+    def _admit(self, served: _UnderWay, head: ProxiedHead) -> None:
+        """Find out who asks. Raises Unauthorized, Forbidden, BadRequest."""
+        served.path = head.path
+        if self._guard is not None:
+            self._guard.admit(head)
+            served.key = self._guard.key_of(head)
+            self._check_path(head.path, served.key)
+        try:
+            served.terms = self._terms(head.headers, served.key)
+        except Forbidden:
+            self._count_refusal(served.key, "terms")
+            raise
+        served.admitted = True
+
+    def _check_path(self, path: str, key: ApiKey | None) -> None:
+        """Raise Forbidden if the key is for models only and the path is not: engines have paths
+        that change them, also below /v1/. None: the client has the cluster's token."""
+        if (
+            key is None
+            or path in PATHS.values()
+            or f"{path}/".startswith(_MODELS)
+            or key.may("admin")
+        ):
+            return
+        self._count_refusal(key, "scope")
+        raise Forbidden(
+            f"key {key.name} has no scope admin, which {path[:80]} of an engine needs",
+            "authorization",
+        )
+
+    def _expect(self, served: _UnderWay, head: ProxiedHead) -> None:
         """Refuse a body that would not be served, before it comes."""
-        party = self._party(head.headers)
+        party = served.terms.party
         self._limiter.check(party)
         size = whole_number(head.headers.get("content-length", ""))
         if size is None or size > SMALL_BODY_BYTES:
@@ -230,14 +282,14 @@ class PickerFront:
     async def _pick(self, served: _UnderWay, asked: PickAsked) -> Pick:
         if why := self._health.undecided():
             raise NobodyAlive(why)
-        path = asked.headers.get(":path", "").partition("?")[0]
-        form = _FORMS.get(path)
-        if form is None or asked.headers.get(":method") != "POST":
+        head = asked.head
+        form = _FORMS.get(head.path)
+        if form is None or head.method != "POST":
             return await self._pick_any(asked)
-        served.route = path
+        served.route = head.path
         if asked.body is None:
             raise BadRequest("request body: is missing", None, "invalid_json")
-        coding = asked.headers.get("content-encoding", "identity")
+        coding = head.headers.get("content-encoding", "identity")
         if coding.lower() != "identity":
             raise UnsupportedCoding(
                 f"content-encoding: the body is compressed with {coding[:20]!r}; send it as it is,"
@@ -248,24 +300,27 @@ class PickerFront:
 
     async def _place(self, served: _UnderWay, asked: PickAsked, body: bytes, form: Form) -> Pick:
         """Have the Conductor place a generation."""
-        terms = self._terms(asked.headers)
+        headers, terms = asked.head.headers, served.terms
         served.enter(self._limiter, terms.party)
+        await self._count(served)
         if len(body) > SMALL_BODY_BYTES:
             longest = max((card.max_len for card in self._backend.cards()), default=0)
             await self._limiter.decoding_turn(terms.party, body, longest)
-        given = request_id(asked.headers.get("x-request-id"))
+        given = request_id(headers.get("x-request-id"))
         read = await self._backend.prepare(
-            asked.headers, given, served.arrived_s, body, form, terms, self._limiter
+            headers, given, served.arrived_s, body, form, terms, self._limiter
         )
         served.held.pop_all().close()
         outgoing, caller = read.outgoing, self._backend.caller
         usable = await self._usable(outgoing.model, asked.subset)
         among = () if asked.subset is None else tuple(info.id for info in usable)
-        request = msgspec.structs.replace(read.request, among=among)
+        whole = read.request.whole or form not in _HANDED
+        request = msgspec.structs.replace(read.request, among=among, whole=whole)
         call = served.call = PickedCall(read, request, caller, served.arrived_s)
+        served.counted.spent(call.tokens)
         placed = await call.place(self._within_s)
-        chosen, headers = await self._chosen(placed)
-        headers |= outgoing.trace
+        chosen, added = await self._chosen(placed)
+        added |= outgoing.trace
         served.by = {
             await self._endpoints.of(info): info for info in (chosen, *self._others(placed, usable))
         }
@@ -273,7 +328,7 @@ class PickerFront:
         if not served.by:
             raise NobodyAlive(f"instance {chosen.id} has no address that a proxy can use")
         changed = outgoing.raw is not body
-        return Pick([*served.by], outgoing.raw, changed, headers)
+        return Pick([*served.by], outgoing.raw, changed, added, self._removed())
 
     async def _chosen(self, placed: Prefill) -> tuple[InstanceInfo, dict[str, str]]:
         """The instance that the request goes to, and the headers that it needs."""
@@ -329,23 +384,40 @@ class PickerFront:
         endpoint = await self._endpoints.of(info)
         if not endpoint:
             raise NobodyAlive(f"instance {info.id} has no address that a proxy can use")
-        return Pick([endpoint], asked.body, False, self._headers_of(info))
+        return Pick([endpoint], asked.body, False, self._headers_of(info), self._removed())
 
     def _headers_of(self, info: InstanceInfo) -> Mapping[str, str]:
         return self._backend.caller.engines.member(info.id).headers
 
-    def _terms(self, headers: Mapping[str, str]) -> ClientTerms:
-        """Tenant, objectives and priority, also by the headers of the Inference Extension."""
+    def _removed(self) -> Sequence[str]:
+        """The headers that engines do not get from clients."""
+        return () if self._guard is None else _CREDENTIALS
+
+    def _terms(self, headers: Mapping[str, str], key: ApiKey | None) -> ClientTerms:
+        """Tenant, objectives and priority, also by the headers of the Inference Extension. With a
+        key the tenant is the key's."""
         given = dict(headers)
         priority = self._objectives.get(headers.get(OBJECTIVE, ""))
         if priority is not None:
             given.setdefault(names.PRIORITY, str(priority))
-        if FAIRNESS in headers:
+        if FAIRNESS in headers and key is None:
             given.setdefault(names.TENANT, headers[FAIRNESS])
-        return terms_of(given, None, self._salted, _address(headers))
+        return terms_of(given, key, self._salted, _address(headers))
 
-    def _party(self, headers: Mapping[str, str]) -> Party:
-        return self._terms(headers).party
+    async def _count(self, served: _UnderWay) -> None:
+        """Count a request of a key with limits. Raises Overloaded: it is over one of them."""
+        key = served.key
+        if key is None or self._meter is None or not key.limits.counted:
+            return
+        try:
+            served.counted = await self._meter.enter(key)
+        except Overloaded:
+            self._count_refusal(key, "key_limit")
+            raise
+
+    def _count_refusal(self, key: ApiKey | None, reason: Reason) -> None:
+        if self._guard is not None and key is not None:
+            self._guard.refusals.count(key.name, reason)
 
 
 class _UnderWay:
@@ -353,6 +425,13 @@ class _UnderWay:
 
     def __init__(self, arrived_s: float) -> None:
         self.arrived_s = arrived_s
+        self.admitted = False
+        """Whether it is known who asks: the next three."""
+        self.path = ""
+        self.key: ApiKey | None = None
+        self.terms = ClientTerms()
+        self.counted: CountedCall = UNCOUNTED
+        """By the limits of its key."""
         self.route = _OTHER
         self.status = 0
         """Of the reply; 0: there was none."""
@@ -388,7 +467,9 @@ class _UnderWay:
         """It has ended, however it did."""
         self.held.close()
         if self.call is not None:
+            self.counted.spent(self.call.tokens)
             self.call.close()
+        self.counted.over()
         self._leave()
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import TypeAlias
+from urllib.parse import unquote
 
 import msgspec
 from envoy.config.core.v3.base_pb2 import HeaderMap, HeaderValue, HeaderValueOption
@@ -61,6 +62,23 @@ _WHOLE = (ProcessingMode.FULL_DUPLEX_STREAMED, ProcessingMode.BUFFERED)
 _OVERWRITE = HeaderValueOption.OVERWRITE_IF_EXISTS_OR_ADD
 
 
+class ProxiedHead(msgspec.Struct, frozen=True):
+    """The headers of a request, as a proxy has received them."""
+
+    headers: Mapping[str, str]
+    """Lower-case names; those of HTTP/2 (":path") too."""
+
+    @property
+    def method(self) -> str:
+        """In capitals."""
+        return self.headers.get(":method", "")
+
+    @property
+    def path(self) -> str:
+        """Percent-decoded, without the query."""
+        return unquote(self.headers.get(":path", "").partition("?")[0])
+
+
 class PickerMisconfigured(MoonserveError):
     """The proxy does not send what the protocol needs; its operator has to change that."""
 
@@ -71,14 +89,13 @@ class PickerMisconfigured(MoonserveError):
 class Headed(msgspec.Struct, frozen=True):
     """The headers of a request have come, and a body will follow."""
 
-    headers: Mapping[str, str]
+    head: ProxiedHead
 
 
 class PickAsked(msgspec.Struct, frozen=True):
     """A request is whole: pick an endpoint for it."""
 
-    headers: Mapping[str, str]
-    """Lower-case names; those of HTTP/2 (":path") too."""
+    head: ProxiedHead
     body: bytes | None
     """None: it has none."""
     subset: tuple[str, ...] | None
@@ -118,6 +135,8 @@ class Pick(msgspec.Struct, frozen=True):
     """Whether it differs from what the client sent."""
     headers: Mapping[str, str] = {}
     """Further headers for the engine."""
+    removed: Sequence[str] = ()
+    """Headers of the client that the engine does not get."""
 
 
 class PickerStream:
@@ -131,7 +150,7 @@ class PickerStream:
         self._shows = False
         """Whether replies' bodies pass by."""
         self._duplex_reply = False
-        self._headers: dict[str, str] = {}
+        self._head = ProxiedHead({})
         self._subset: tuple[str, ...] | None = None
         self._body: list[bytes] = []
         self._size: Bytes = 0
@@ -171,7 +190,7 @@ class PickerStream:
         if self._began:
             raise PickerMisconfigured("the proxy sent the headers of a request twice")
         self._began = True
-        self._headers = read_headers(head.headers)
+        self._head = ProxiedHead(read_headers(head.headers))
         self._subset = _subset(message)
         if message.HasField("protocol_config"):
             self._mode = message.protocol_config.request_body_mode
@@ -189,8 +208,8 @@ class PickerStream:
         self._has_body = True
         if self._mode == ProcessingMode.BUFFERED:
             go_on = ProcessingResponse(request_headers=HeadersResponse(response=CommonResponse()))
-            return [go_on], Headed(self._headers)
-        return [], Headed(self._headers)
+            return [go_on], Headed(self._head)
+        return [], Headed(self._head)
 
     def _more(self, piece: HttpBody) -> tuple[list[ProcessingResponse], Event | None]:
         if not self._began or self._is_whole:
@@ -207,7 +226,7 @@ class PickerStream:
         self._is_whole = True
         body = b"".join(self._body) if self._has_body else None
         self._body.clear()
-        return PickAsked(self._headers, body, self._subset)
+        return PickAsked(self._head, body, self._subset)
 
     def picked(self, pick: Pick) -> list[ProcessingResponse]:
         """The replies that send the request on to where it goes."""
@@ -215,7 +234,8 @@ class PickerStream:
         fields = {**pick.headers, DESTINATION: ",".join(pick.endpoints)}
         if pick.changed and pick.body is not None:
             fields["content-length"] = str(len(pick.body))
-        common = CommonResponse(header_mutation=_mutation(fields), clear_route_cache=True)
+        mutation = _mutation(fields, (*_OURS, *pick.removed))
+        common = CommonResponse(header_mutation=mutation, clear_route_cache=True)
         told = _metadata({DESTINATION: fields[DESTINATION]})
         if self._has_body and self._mode == ProcessingMode.BUFFERED:
             if pick.changed:
@@ -255,9 +275,9 @@ class PickerStream:
         return [reply], ReplyPiece(piece.body, piece.end_of_stream)
 
 
-def refused(error: MoonserveError) -> ProcessingResponse:
-    """The reply by which the proxy answers the client itself."""
-    answer = error_response(error)
+def refused(error: MoonserveError, path: str) -> ProcessingResponse:
+    """The reply by which the proxy answers the client itself, in the shape of the path."""
+    answer = error_response(error, path)
     fields = {"content-type": answer.content_type, **answer.headers}
     return ProcessingResponse(
         immediate_response=ImmediateResponse(
@@ -306,9 +326,9 @@ def _served(message: ProcessingRequest) -> str:
     return ""
 
 
-def _mutation(fields: Mapping[str, str]) -> HeaderMutation:
-    """Set these headers, and remove those that only we may set."""
-    foreign = [name for name in _OURS if name not in fields]
+def _mutation(fields: Mapping[str, str], foreign: Sequence[str]) -> HeaderMutation:
+    """Set these headers, and remove those of the client that the engine may not get from it."""
+    foreign = [name for name in foreign if name not in fields]
     return HeaderMutation(set_headers=_options(fields), remove_headers=foreign)
 
 

@@ -32,14 +32,19 @@ def check_clients(host: str, keys: str, registry: str, is_open: bool) -> None:
     """Raise ConfigError unless it is certain who may send requests to this gateway."""
     if keys and is_open:
         raise ConfigError("contradicts `keys`: leave one of them out", "open")
-    if keys == IN_REGISTRY and not registry:
-        raise ConfigError("is `registry`, so set `registry` too", "keys")
+    check_source(keys, registry)
     if not (keys or is_open or is_loopback(host)):
         raise ConfigError(
             f"bound to {host}, so clients need API keys: make one with `moonserve key create` and"
             " name its file with --keys, or serve everybody with --open",
             "keys",
         )
+
+
+def check_source(keys: str, registry: str) -> None:
+    """Raise ConfigError if the keys are in a registry, and there is none."""
+    if keys == IN_REGISTRY and not registry:
+        raise ConfigError("is `registry`, so set `registry` too", "keys")
 
 
 class Access:
@@ -51,8 +56,10 @@ class Access:
         """registry: has the keys if `config.keys` says so. meter: counts the requests of keys.
         Raises ConfigError.
         """
-        if config.picker_port is None:  # a picker serves no clients
+        if config.picker_port is None:
             check_clients(config.host, config.keys, config.registry, config.open)
+        else:  # a picker serves a proxy, which may know its clients
+            check_source(config.keys, config.registry)
         if config.open and not is_loopback(config.host):
             log.warning(
                 "OPEN TO ALL: whoever reaches %s may use this gateway without an API key",

@@ -200,9 +200,11 @@ class FrontProcess(Process):
         conductor: RemoteConductor,
         text: Text | None,
         registry: Registry | None,
+        shared: bool,
     ) -> None:
         """conductor: is connected. text: of the model that workers serve; None: there are external
-        engines. registry: closed at the end; None: neither keys nor the Conductor are in one."""
+        engines. registry: closed at the end; None: neither keys nor the Conductor are in one.
+        shared: other fronts listen at the same ports."""
         http = client_of(config.tls) if text else HttpClient(trusting(config.engine_ca))
         self.conductor = conductor
         self.forward = Forward(conductor)
@@ -222,6 +224,7 @@ class FrontProcess(Process):
             access,
             orders,
             lambda: conductor.sampling,
+            shared,
         )
         conductor.attach(
             lambda: families([front.metrics.registry]),
@@ -253,7 +256,7 @@ class FrontProcess(Process):
                 text = await asyncio.to_thread(_text_of, config, welcome.model)
             if config.ready_instances is None:
                 config = msgspec.structs.replace(config, ready_instances=welcome.expected)
-            one = cls(config, conductor, text, registry)
+            one = cls(config, conductor, text, registry, shared)
         except BaseException:
             await conductor.leave()
             if registry is not None:

@@ -235,12 +235,13 @@ def front_of(
     access: Access,
     orders: OrderedBy,
     sampling: Callable[[], SamplingRule | None],
+    shared: bool = False,
 ) -> ClientSide:
     """OpenAI's API over the instances of the Conductor, or a picker if the settings have its port.
 
     They are workers, which serve the model of `text`, or the external engines of `fleet`. orders:
     of the Conductor, for workers. sampling: which requests have spans, as the Conductor's process
-    says.
+    says. shared: other processes listen at the same ports.
     """
     limits = Limits(
         max_in_flight=config.max_in_flight,
@@ -269,7 +270,7 @@ def front_of(
             resumes=not config.no_resume,
         )
         if config.picker_port is not None:
-            return _picker(config, config.picker_port, engines, health, access)
+            return _picker(config, config.picker_port, engines, health, access, shared)
         return _front(engines, health, access)
     if config.picker_port is not None:
         raise ConfigError(
@@ -285,7 +286,12 @@ def front_of(
 
 
 def _picker(
-    config: GatewayConfig, port: int, engines: EngineText, health: Health, access: Access
+    config: GatewayConfig,
+    port: int,
+    engines: EngineText,
+    health: Health,
+    access: Access,
+    shared: bool,
 ) -> ClientSide:
     """The endpoint picker for these engines. Raises ConfigError: its packages are missing."""
     try:
@@ -306,6 +312,7 @@ def _picker(
                 streams=config.max_in_flight,
                 tls=config.tls,
                 client_auth=config.tls_client_auth,
+                shared_s=config.drain_s if shared else None,
             )
         ]
 
@@ -317,6 +324,8 @@ def _picker(
         within_s=config.prefill_timeout_s,
         objectives=config.objectives,
         salted=access.salted,
+        guard=access.guard if config.keys else None,
+        meter=access.meter,
     )
 
 

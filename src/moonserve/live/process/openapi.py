@@ -60,6 +60,8 @@ class RouteText(msgspec.Struct, frozen=True):
     """The type of a JSON reply; None: see `kind`."""
     kind: str = JSON
     """The media type of the reply."""
+    others: tuple[str, ...] = ()
+    """Further media types that the reply may have."""
     of_body: str = JSON
     """The media type of the body."""
     query: Mapping[str, str] = {}
@@ -80,27 +82,36 @@ _OBJECTIVES = {
     TENANT: (str, "tenants receive equal shares when capacity is short"),
     "x-request-id": (str, "the id of the request; without it the gateway makes one"),
 }
+_STREAMED = ("text/event-stream",)
 _CLUSTER = "For processes of the cluster: "
 
 OPERATIONS: Mapping[Route, RouteText] = {
-    ("GET", "/"): RouteText("What this process is, and where to go from here.", kind="text/html"),
+    ("GET", "/"): RouteText(
+        "What this process is, and where to go from here.",
+        kind="text/html",
+        others=(JSON, "text/plain"),
+    ),
     ("GET", "/openapi.json"): RouteText("This document."),
     ("POST", "/v1/chat/completions"): RouteText(
         "OpenAI's chat completions; with `stream` as server-sent events.",
         gives=Reply,
+        others=_STREAMED,
         headers=_OBJECTIVES,
     ),
     ("POST", "/v1/completions"): RouteText(
         "OpenAI's completions; with `stream` as server-sent events.",
         gives=Reply,
+        others=_STREAMED,
         headers=_OBJECTIVES,
     ),
     ("POST", "/v1/responses"): RouteText(
         "OpenAI's Responses; with `stream` as server-sent events.",
+        others=_STREAMED,
         headers=_OBJECTIVES,
     ),
     ("POST", "/v1/messages"): RouteText(
         "Anthropic's Messages; with `stream` as server-sent events.",
+        others=_STREAMED,
         headers=_OBJECTIVES,
     ),
     ("POST", "/v1/messages/count_tokens"): RouteText(
@@ -346,7 +357,8 @@ def _described(
     good: dict[str, Any] = {"description": operation.summary}
     if operation.status == 200:
         schema = {} if operation.gives is None else {"schema": schemas.of(operation.gives)}
-        good["content"] = {operation.kind: schema}
+        others: dict[str, _Schema] = {kind: {} for kind in operation.others}
+        good["content"] = {operation.kind: schema, **others}
     bad = {JSON: {"schema": schemas.of(ErrorReply)}}
     found["responses"] = {
         str(operation.status): good,
@@ -357,8 +369,7 @@ def _described(
 
 def _parameters(path: str, operation: RouteText) -> Iterator[dict[str, Any]]:
     text = {"type": "string"}
-    if "{" in path:
-        name = path.partition("{")[2].rstrip("}")
+    for name in re.findall(r"\{(\w+)\}", path):
         yield {"name": name, "in": "path", "required": True, "schema": text}
     schemas = {} if operation.asks is None else _fields(operation.asks)
     for name, what in operation.query.items():

@@ -7,6 +7,7 @@ need the cluster's token.
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import secrets
 import time
@@ -34,6 +35,7 @@ from moonserve.live.http.server import App, Handler, Reply, Routes
 from moonserve.live.openai import headers
 from moonserve.live.openai.reply import event, reply_head
 from moonserve.live.openai.text import TextStream
+from moonserve.live.text.grammar import Grammar, Grammars
 from moonserve.live.text.tokenizer import Tokenizer
 from moonserve.live.text.tools import Detokenizer
 from moonserve.live.worker.fence import Fence, TermIsOver
@@ -47,6 +49,7 @@ from moonserve.live.worker.wire import (
     PrefetchBody,
     Shaper,
     delta_of,
+    generated_before,
     hand_over_params,
     make_job,
     parse_packed,
@@ -75,6 +78,7 @@ class WorkerApp:
         self._shape = bench.shape
         self.info = info
         self._tokenizer = tokenizer
+        self._grammars = None if tokenizer is None else Grammars(tokenizer)
         self._guard = guard
         self._count = itertools.count()
         self._started = int(time.time())
@@ -126,20 +130,34 @@ class WorkerApp:
         )
         shaper = Shaper(body, job, head)
         request.cancel_on_disconnect()
+        grammar = await self._grammar(body, job)
         if body.stream:
-            events = self._events(job, shaper)
+            events = self._events(job, grammar, shaper)
             # The first event is awaited here, so that a refusal is a status and not a stream.
             return StreamingResponse(_Primed(await anext(events), events))
-        async with aclosing(self._deltas(job)) as stream:
+        async with aclosing(self._deltas(job, grammar)) as stream:
             deltas = [delta async for delta in stream]
         params = hand_over_params(self.info, job, deltas[-1])
         return json_response(shaper.whole(deltas, params))
 
-    async def _events(self, job: Job, shaper: Shaper) -> AsyncGenerator[bytes, None]:
+    async def _grammar(self, body: CompletionBody, job: Job) -> Grammar | None:
+        """What the text of a job must be, after what it is already; None: it is free."""
+        shaping = job.sampling.shaping
+        if shaping is None or not shaping.schema:
+            return None
+        if self._grammars is None:
+            what = "this worker has no tokenizer"
+            raise BadRequest(f"structured_outputs: {what}", "structured_outputs")
+        before = generated_before(body, job)
+        return await asyncio.to_thread(self._grammars.grammar, shaping.schema, before)
+
+    async def _events(
+        self, job: Job, grammar: Grammar | None, shaper: Shaper
+    ) -> AsyncGenerator[bytes, None]:
         began = False
         cached = 0
         try:
-            async with aclosing(self._deltas(job)) as stream:
+            async with aclosing(self._deltas(job, grammar)) as stream:
                 async for delta in stream:
                     yield shaper.chunk(delta, hand_over_params(self.info, job, delta))
                     began = True
@@ -150,14 +168,18 @@ class WorkerApp:
             yield event(error_reply(error))
         yield shaper.last_events(cached)
 
-    async def _deltas(self, job: Job) -> AsyncGenerator[CompletionDelta, None]:
+    async def _deltas(
+        self, job: Job, grammar: Grammar | None
+    ) -> AsyncGenerator[CompletionDelta, None]:
         """The generation with its text; it ends early at a stop string."""
         text = None
         if self._tokenizer is not None:
-            text = TextStream(Detokenizer(self._tokenizer, at_start=False), job.stopping.stop)
+            stops = job.stopping
+            detokenizer = Detokenizer(self._tokenizer, at_start=False)
+            text = TextStream(detokenizer, stops.stop, stops.min_tokens)
         reason = "abort"
         try:
-            async with aclosing(self._runner.generate(job)) as pieces:
+            async with aclosing(self._runner.generate(job, grammar)) as pieces:
                 async for piece in pieces:
                     delta = delta_of(piece, text)
                     reason = delta.finish_reason or reason

@@ -14,10 +14,11 @@ from msgspec import UNSET, UnsetType
 
 from moonserve.core.errors import MoonserveError
 from moonserve.core.kv.keys import chain_keys, tail_key
-from moonserve.core.request import Finish, Sampling, Stopping
+from moonserve.core.request import Finish, Sampling, Stopping, TokenLogprobs
 from moonserve.core.schedule.record import DecodeTimes, PrefillTimes
 from moonserve.core.shares import Party
 from moonserve.core.units import BlockKey, LeaseId, Micros, RequestId, SegmentId, Tokens
+from moonserve.live.text.grammar import Grammar
 
 DecodeKV: TypeAlias = Literal["off", "end"] | Annotated[int, msgspec.Meta(ge=1)]
 """When the worker stores the KV of generated tokens: never, at the generation's end, or every so
@@ -77,6 +78,8 @@ class Piece(msgspec.Struct, frozen=True):
     """On the last piece of a prefill that leaves its KV in the store."""
     entry: DecodeTimes | UnsetType = UNSET
     """On the first token that a decode which takes KV has made itself."""
+    logprobs: TokenLogprobs | None = None
+    """If the job wants them, and the token was sampled here."""
 
 
 class PromptKeys(msgspec.Struct, frozen=True):
@@ -170,8 +173,8 @@ class ActiveJob:
 
     __slots__ = (
         "admitted_us", "arrived_us", "blocks", "cached", "computed_us", "ended", "entered_us",
-        "grown", "job", "keys", "last_us", "loading", "made", "passed_us", "pieces", "prefetch",
-        "published", "timed", "wanted",
+        "grammar", "grown", "job", "keys", "last_us", "loading", "made", "passed_us", "pieces",
+        "prefetch", "published", "timed", "wanted",
     )  # fmt: skip
 
     def __init__(
@@ -180,9 +183,12 @@ class ActiveJob:
         keys: PromptKeys | None,
         wanted: tuple[BlockKey, ...],
         now_us: Micros,
+        grammar: Grammar | None = None,
     ) -> None:
-        """keys: None where there is no store; wanted: the blocks to load before it runs."""
+        """keys: None where there is no store; wanted: the blocks to load before it runs. grammar:
+        what its text must be; None: the text is free."""
         self.job = job
+        self.grammar = grammar
         self.keys = keys
         self.wanted = wanted
         self.prefetch: Prefetch | None = None
@@ -215,6 +221,14 @@ class ActiveJob:
         """When its last piece came."""
         self.pieces: asyncio.Queue[Piece | MoonserveError] = asyncio.Queue()
         """Bounded by max_tokens: the batch makes no more."""
+
+    def next_sampling(self) -> Sampling:
+        """How to sample its next token, with those that its grammar allows. Raises EngineFailed."""
+        how = self.job.sampling
+        if self.grammar is None or how.shaping is None:
+            return how
+        shaping = msgspec.structs.replace(how.shaping, allowed=self.grammar.allowed())
+        return msgspec.structs.replace(how, shaping=shaping)
 
     @property
     def known(self) -> tuple[int, ...]:

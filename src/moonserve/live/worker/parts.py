@@ -274,7 +274,7 @@ class Parts:
             progress.loaded(active.cached // bench.shape.block_size)
         await progress.until(lambda: progress.here[0] >= progress.first, "the part before")
         start = progress.first * bench.shape.block_size
-        chunk = Chunk(job.request, job.prompt[start:], start, active.blocks, job.sampling)
+        chunk = Chunk(job.request, job.prompt[start:], start, active.blocks, active.next_sampling())
         self._kv.before_pass(job, chunk)
         work = Pass((chunk,))
         began_us = bench.clock.now_us()
@@ -288,7 +288,9 @@ class Parts:
         self._kv.publish(active, chunk, token)
         finish = finish_of(token, 1, job.stopping, bench.shape.eos_token_ids)
         # A token that is sampled amid a prompt has no meaning, and ends nothing.
-        return Piece(token, Finish("length") if it.part.followed else finish, active.cached)
+        logprobs = None if result.logprobs is None else result.logprobs.get(job.request)
+        ended = Finish("length") if it.part.followed else finish
+        return Piece(token, ended, active.cached, logprobs=logprobs)
 
     async def _load(self, active: ActiveJob) -> Tokens:
         """Load what the store has for the first part; returns the tokens it need not compute."""

@@ -15,10 +15,12 @@ import msgspec
 
 from moonserve.core.engine.batch import Batch, Pass, Progress
 from moonserve.core.errors import DeadlineExceeded, EngineFailed, MoonserveError
+from moonserve.core.request import TokenLogprobs
 from moonserve.core.schedule.facts import InstanceLoad, PassSample
 from moonserve.core.shares import extended
 from moonserve.core.units import BlockKey, LeaseId, RequestId
 from moonserve.live.ports import KVStore
+from moonserve.live.text.grammar import Grammar
 from moonserve.live.worker.intake import Intake
 from moonserve.live.worker.job import ActiveJob, Job, Ledger, Piece, PromptKeys
 from moonserve.live.worker.kv import OnPut, WorkerKV
@@ -52,18 +54,24 @@ class Runner:
         """Parts of prompts; None where there is no store."""
         self._active: dict[RequestId, ActiveJob] = {}
         self._counted_preemptions = 0
+        self._with_grammar = 0
+        """Active jobs that have a grammar."""
         self._closing = False
         bench.broken.add_done_callback(self._break)
         self._loop_task = asyncio.create_task(self._loop())
         self._loop_task.add_done_callback(bench.check)
 
-    async def generate(self, job: Job) -> AsyncGenerator[Piece, None]:
+    async def generate(
+        self, job: Job, grammar: Grammar | None = None
+    ) -> AsyncGenerator[Piece, None]:
         """Serve one job, token by token. Closing the iterator early cancels it.
+
+        grammar: what its text must be, after the tokens that it has already; None: it is free.
 
         Raises BadRequest (it never fits) and Overloaded before the first piece; EngineFailed and
         DeadlineExceeded at any time.
         """
-        active = self._submit(job)
+        active = self._submit(job, grammar)
         try:
             while True:
                 piece = await self._next(active)
@@ -140,7 +148,7 @@ class Runner:
 
     # Jobs in and out.
 
-    def _submit(self, job: Job) -> ActiveJob:
+    def _submit(self, job: Job, grammar: Grammar | None) -> ActiveJob:
         if self.failure is not None:
             raise self.failure
         if self._closing:
@@ -157,7 +165,8 @@ class Runner:
             wanted = keys.wanted(job, size)
             if wanted or job.send_kv:
                 self._kv.take_lease(job)
-        active = ActiveJob(job, keys, wanted, self._bench.clock.now_us())
+        active = ActiveJob(job, keys, wanted, self._bench.clock.now_us(), grammar)
+        self._with_grammar += grammar is not None
         self._active[job.request] = active
         self._intake.count(job)
         self._bench.metrics.arrived(len(job.prompt))
@@ -182,6 +191,7 @@ class Runner:
         """Let go of all that a job holds, wherever it is. Once per job."""
         job = active.job
         del self._active[job.request]
+        self._with_grammar -= active.grammar is not None
         active.ended = True
         self._intake.drop(active)
         if self.parts is not None and job.part is not None:
@@ -214,7 +224,8 @@ class Runner:
             for chunk in work.chunks:
                 self._kv.before_pass(self._active[chunk.request].job, chunk)
         try:
-            result = await self._bench.passes.run(work)
+            masked = self._masked(work) if self._with_grammar else work
+            result = await self._bench.passes.run(masked)
         except EngineFailed as error:
             if self._bench.passes.hung:
                 raise
@@ -231,9 +242,25 @@ class Runner:
             if active.timed:
                 active.computed_us += result.elapsed_us
                 active.passed_us = self._bench.clock.now_us()
-            self._deliver(active, progress)
+            logprobs = None if result.logprobs is None else result.logprobs.get(progress.request)
+            self._deliver(active, progress, logprobs)
 
-    def _deliver(self, active: ActiveJob, progress: Progress) -> None:
+    def _masked(self, work: Pass) -> Pass:
+        """The pass, in which grammars say what may be sampled. A job ends if its grammar fails."""
+        chunks = []
+        for chunk in work.chunks:
+            active = self._active[chunk.request]
+            if chunk.sampling is not None and active.grammar is not None:
+                try:
+                    chunk = msgspec.structs.replace(chunk, sampling=active.next_sampling())
+                except EngineFailed as error:
+                    self._bench.emit(active, error)
+            chunks.append(chunk)
+        return Pass(tuple(chunks))
+
+    def _deliver(
+        self, active: ActiveJob, progress: Progress, logprobs: TokenLogprobs | None
+    ) -> None:
         """Send the job the token of a pass. A prefill's last token waits until no put is left."""
         job = active.job
         computed = min(progress.computed_after, len(job.prompt)) - progress.computed_before
@@ -241,8 +268,14 @@ class Runner:
             self._bench.metrics.prompt_computed(computed)
         if progress.token is None:
             return
+        if active.grammar is not None:
+            try:
+                active.grammar.take([progress.token])
+            except EngineFailed as error:
+                self._bench.emit(active, error)
+                return
         active.made.append(progress.token)
-        piece = Piece(progress.token, progress.finish, active.cached)
+        piece = Piece(progress.token, progress.finish, active.cached, logprobs=logprobs)
         if active.timed and not job.send_kv:
             active.timed = False
             piece = msgspec.structs.replace(piece, entry=active.entry())

@@ -14,12 +14,21 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from moonserve.core.errors import UNREADABLE, BadRequest, ModelNotFound
+from moonserve.core.request import Sampling, Shaping, Stopping, TokenLogprobs
 from moonserve.core.schedule.facts import InstanceInfo
 from moonserve.core.schedule.record import DecodeTimes, PrefillTimes
 from moonserve.core.shares import Party
 from moonserve.core.units import LeaseId, RequestId, SegmentId, Tokens
+from moonserve.live.openai.logprobs import by_ids
 from moonserve.live.openai.reply import DONE, Choice, Reply, Usage, event
-from moonserve.live.openai.request import GenerationRequest, sampling, stopping, wants_usage
+from moonserve.live.openai.request import (
+    MOST_LOGPROBS,
+    GenerationRequest,
+    sampling,
+    stopping,
+    token_biases,
+    wants_usage,
+)
 from moonserve.live.openai.text import TextStream
 from moonserve.live.ports import EngineShape
 from moonserve.live.worker.job import Job, Piece, PromptPart
@@ -63,6 +72,12 @@ class PartBody(msgspec.Struct, frozen=True):
     lease: _Name
 
 
+class StructuredOutputs(msgspec.Struct, frozen=True):
+    """vLLM's field for what the text must be."""
+
+    json: msgspec.Raw
+
+
 class CompletionBody(GenerationRequest, kw_only=True):
     """The body of POST /v1/completions; other fields are ignored, as vLLM does.
 
@@ -77,6 +92,11 @@ class CompletionBody(GenerationRequest, kw_only=True):
     top_k: Annotated[int, msgspec.Meta(ge=-1)] | None = None
     stop_token_ids: list[_Count] | None = None
     n: Annotated[int, msgspec.Meta(ge=1, le=1)] = 1
+    logprobs: Annotated[int, msgspec.Meta(ge=0, le=MOST_LOGPROBS)] | None = None
+    min_tokens: _Count = 0
+    structured_outputs: StructuredOutputs | None = None
+    generated_tokens: _Count = 0
+    """How many of the prompt's last tokens other calls have generated for this request."""
     cache_salt: _Salt | None = None
     kv_transfer_params: KVTransferParams | None = None
 
@@ -92,6 +112,8 @@ class CompletionDelta(msgspec.Struct, frozen=True):
     times: PrefillTimes | None = None
     """See Piece."""
     entry: DecodeTimes | UnsetType = UNSET
+    """See Piece."""
+    logprobs: TokenLogprobs | None = None
     """See Piece."""
 
 
@@ -135,6 +157,9 @@ def make_job(
             "context_length_exceeded",
         )
     stop = stopping(body, max_tokens)
+    if body.min_tokens:
+        least = max(0, body.min_tokens - body.generated_tokens)
+        stop = msgspec.structs.replace(stop, min_tokens=least)
     _check_stops(stop.stop, encode is not None)
     if params.part is not None:
         _check_part(params.part, params.do_remote_decode, len(prompt), shape)
@@ -145,7 +170,7 @@ def make_job(
     return Job(
         request=request,
         prompt=prompt,
-        sampling=sampling(body, secrets.randbits(32)),
+        sampling=_sampling(body, stop, len(prompt), shape),
         stopping=stop,
         lease=LeaseId(params.lease or lease),
         send_kv=params.do_remote_decode,
@@ -157,6 +182,34 @@ def make_job(
         salt=body.cache_salt or "",
         party=party,
     )
+
+
+def _sampling(body: CompletionBody, stop: Stopping, length: Tokens, shape: EngineShape) -> Sampling:
+    """How to sample, with what the body wants of the logits."""
+    how = sampling(body, secrets.randbits(32))
+    bias = token_biases(body, shape.vocab_size)
+    schema = "" if body.structured_outputs is None else _schema(body.structured_outputs)
+    if not bias and not stop.min_tokens and body.logprobs is None and not schema:
+        return how
+    ends = () if stop.ignore_eos else shape.eos_token_ids
+    shaping = Shaping(
+        bias,
+        tuple(it for it in {*ends, *stop.stop_token_ids} if it < shape.vocab_size),
+        length + stop.min_tokens,
+        body.logprobs,
+        schema,
+    )
+    return msgspec.structs.replace(how, shaping=shaping)
+
+
+def _schema(wanted: StructuredOutputs) -> str:
+    return bytes(wanted.json).decode()
+
+
+def generated_before(body: CompletionBody, job: Job) -> tuple[int, ...]:
+    """The tokens of a job that other calls have generated: its text so far."""
+    before = job.prompt[len(job.prompt) - min(len(job.prompt), body.generated_tokens) :]
+    return before if job.first_token is None else (*before, job.first_token)
 
 
 def _check_part(part: PromptPart, send_kv: bool, length: Tokens, shape: EngineShape) -> None:
@@ -216,7 +269,16 @@ def delta_of(piece: Piece, text: TextStream | None) -> CompletionDelta:
             added = text.end(ids)
         if text.met is not None:
             reason, stop = "stop", text.met
-    return CompletionDelta(added, ids, reason, stop, piece.cached_tokens, piece.times, piece.entry)
+    return CompletionDelta(
+        added,
+        ids,
+        reason,
+        stop,
+        piece.cached_tokens,
+        piece.times,
+        piece.entry,
+        piece.logprobs,
+    )
 
 
 def hand_over_params(info: InstanceInfo, job: Job, last: CompletionDelta) -> dict[str, Any] | None:
@@ -249,6 +311,7 @@ class Shaper:
         self._prompt_tokens = len(job.prompt)
         self._wants_usage = wants_usage(body)
         self._wants_ids = bool(body.return_token_ids)
+        self._wants_logprobs = body.logprobs is not None
         # A router that passes KV parameters has the prompt. A long one is hundreds of KB of JSON.
         if self._wants_ids and body.kv_transfer_params is None:
             self._choice.prompt_token_ids = job.prompt
@@ -291,3 +354,6 @@ class Shaper:
         choice.stop_reason = deltas[-1].stop_reason
         if self._wants_ids:
             choice.token_ids = [token for delta in deltas for token in delta.token_ids]
+        if self._wants_logprobs:
+            ids = [token for delta in deltas for token in delta.token_ids]
+            choice.logprobs = by_ids(ids, [delta.logprobs for delta in deltas])

@@ -1,0 +1,1 @@
+"""Real clients before a gateway: see the marker `clients`, and its make targets."""

@@ -1,0 +1,136 @@
+"""response_format with our own workers: JSON by a schema, in a cluster of fake engines.
+
+The fake engine samples any allowed token, so only the grammar makes its text JSON.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from typing import Any
+
+import pytest
+
+from moonserve.core.errors import EngineFailed
+from moonserve.live.engine.fake import fake_cost
+from moonserve.live.http.client import sse_events
+from moonserve.live.model.catalog import DEFAULT_MODEL, resolve
+from moonserve.live.text.grammar import Grammars
+from moonserve.live.text.tokenizer import load_tokenizer
+from tests.support.gateway_rig import Rig, run
+from tests.support.inproc import Site, site
+
+CHAT = "/v1/chat/completions"
+HI: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}]}
+WORDS = {"type": "array", "items": {"enum": ["yes", "no"]}, "minItems": 9, "maxItems": 9}
+FORMAT = {"type": "json_schema", "json_schema": {"name": "words", "schema": WORDS}}
+
+
+async def said(it: Site, losing: int = -1) -> str:
+    """The text of a stream; after so many chunks the decode worker that runs it is lost."""
+    body = {"model": DEFAULT_MODEL, **HI, "stream": True, "temperature": 0, "max_tokens": 200}
+    chunks = []
+    async with it.http.stream(
+        "POST",
+        it.url + CHAT,
+        body=json.dumps({**body, "response_format": FORMAT}).encode(),
+        timeout_s=20,
+        idle_timeout_s=20,
+    ) as reply:
+        assert reply.status == 200, await reply.read()
+        async for event in sse_events(reply):
+            chunks.append(json.loads(event)["choices"][0])
+            if len(chunks) == losing:
+                (busy,) = it.busy_decode()
+                await it.lose(busy)
+    assert chunks[-1]["finish_reason"] == "stop"
+    return "".join(it["delta"].get("content", "") for it in chunks)
+
+
+def test_the_text_follows_its_schema_also_after_a_lost_worker() -> None:
+    """The worker that takes over knows how far the text is in its schema: the text is that of an
+    undisturbed stream."""
+    pytest.importorskip("llguidance")
+
+    tokenizer = load_tokenizer(resolve(DEFAULT_MODEL).path)
+
+    async def main() -> None:
+        async with site() as it:
+            await it.add("p0", "prefill", tokenizer=tokenizer)
+            for name in ("d0", "d1"):
+                await it.add(name, "decode", fake_cost(200, 10, 4_000), tokenizer=tokenizer)
+            text = await said(it)
+            words = json.loads(text)
+            assert len(words) == 9
+            assert set(words) == {"yes", "no"}
+            assert await said(it, losing=6) == text
+            await it.settle()
+
+    asyncio.run(main())
+
+
+def test_tokens_that_do_not_fit_are_an_error() -> None:
+    """They cannot come from a worker that kept to the schema."""
+    pytest.importorskip("llguidance")
+    tokenizer = load_tokenizer(resolve(DEFAULT_MODEL).path)
+    grammars = Grammars(tokenizer)
+    grammar = grammars.grammar(json.dumps(WORDS), tokenizer.encode('["yes"'))
+    (next_item,) = tokenizer.encode(',"')
+    assert grammar.allowed()[next_item // 8] >> next_item % 8 & 1
+    with pytest.raises(EngineFailed, match="response_format"):
+        grammar.take(tokenizer.encode("{"))
+
+
+@pytest.mark.parametrize(
+    ("more", "param"),
+    [
+        ({"response_format": {"type": "xml"}}, "response_format.type"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+        ({"response_format": {**FORMAT, "json_schema": {}}}, "response_format.json_schema.schema"),
+        ({"response_format": {"type": "json_object"}, "min_tokens": 2}, "min_tokens"),
+        ({"response_format": {"type": "json_object"}, "ignore_eos": True}, "ignore_eos"),
+        ({"response_format": {"type": "text", "x": "y" * 70_000}}, "response_format"),
+    ],
+)
+def test_a_400_names_the_field(more: dict[str, Any], param: str) -> None:
+    """Also of what cannot be kept together."""
+
+    async def use(rig: Rig) -> None:
+        reply = await rig.post(CHAT, {"model": "m", **HI, **more})
+        assert reply.status == 400, reply.body
+        assert json.loads(reply.body)["error"]["param"] == param
+        assert not rig.serving.requests
+
+    run(use)
+
+
+@pytest.mark.parametrize("schema", [{"type": "strng"}, [], {"$ref": "#/nope"}])
+def test_a_schema_that_cannot_be_followed_is_refused(schema: Any) -> None:
+    """With what is wrong with it, before any worker is asked."""
+    pytest.importorskip("llguidance")
+
+    async def use(rig: Rig) -> None:
+        wanted = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
+        reply = await rig.post(CHAT, {"model": "m", **HI, "response_format": wanted})
+        assert reply.status == 400, reply.body
+        assert json.loads(reply.body)["error"]["param"] == "response_format"
+        assert not rig.serving.requests
+
+    run(use)
+
+
+def test_without_the_package_the_reply_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Requests without a response_format, or with text, need no package."""
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+
+    async def use(rig: Rig) -> None:
+        body = {"model": "m", **HI, "response_format": {"type": "json_object"}}
+        error = json.loads((await rig.post(CHAT, body)).body)["error"]
+        assert error["code"] == "unsupported_parameter"
+        assert "pip install 'moonserve[grammar]'" in error["message"]
+        assert (await rig.post(CHAT, {**body, "response_format": {"type": "text"}})).status == 200
+
+    run(use)
