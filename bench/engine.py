@@ -1,13 +1,17 @@
-"""Engine speed: prefill and decode in each number type, beside llama.cpp.
+"""Engine speed: prefill and decode in each number type, beside llama.cpp and vLLM for CPUs.
 
     python bench/engine.py [--quick] [--avx2] [--model REF] [--types A,B] [--threads N] [--chunk N]
+                           [--vllm PYTHON]
 
 One model file for all; contestants take turns within each round. Each case is printed when it is
 done: medians over its rounds of tokens/s, of CPU milliseconds per token, and their ratios to
 llama.cpp's. CPU time says more than tokens/s if other work runs beside. Progress goes to stderr.
 llama.cpp (the `xllamacpp` wheel, if installed; it uses AVX2) runs in a child process, so that
-neither's OpenMP settings touch the other. --avx2 keeps ours from instructions beyond AVX2. A type
-is a --dtype, and after a colon --kernels: float32:torch is float32 without compiled kernels.
+neither's OpenMP settings touch the other. So does vLLM, once for each number type, if --vllm names
+an interpreter that has it (`make test-vllm` makes one): it gets the same weights as a Hugging Face
+folder, and the time of its engine's steps is measured, without its HTTP server. --avx2 keeps ours
+from instructions beyond AVX2. A type is a --dtype, and after a colon --kernels: float32:torch is
+float32 without compiled kernels.
 """
 
 from __future__ import annotations
@@ -18,10 +22,12 @@ import os
 import platform
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
+from itertools import count
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -30,6 +36,15 @@ if TYPE_CHECKING:
     from moonserve.core.engine.batch import Pass, PassResult
     from moonserve.live.engine.torch_engine import TorchEngine
 
+LLAMA = "llama.cpp"
+VLLM = {
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+"""The environment in which vLLM runs its steps in the process that asks for them."""
 CONTEXT = 128
 """Tokens before the first decode step."""
 
@@ -127,12 +142,17 @@ def ours(path: Path, kind: str, threads: int, chunk: int, steps: int) -> Measure
 
 
 class Peer:
-    """llama.cpp in a child process, asked by lines of JSON."""
+    """Another engine in a child process, asked by lines of JSON."""
 
-    def __init__(self, path: Path, threads: int, steps: int) -> None:
-        arguments = [sys.executable, __file__, "--serve-peer", f"--model={path}"]
-        arguments += [f"--threads={threads}", f"--steps={steps}"]
+    def __init__(self, python: str, what: str, path: Path, args: argparse.Namespace) -> None:
+        """what: llama.cpp, or vLLM with a number type."""
+        self.what = what
+        arguments = [python, __file__, f"--serve-peer={what}", f"--model={path}"]
+        arguments += [f"--threads={args.threads}", f"--steps={args.steps}", f"--chunk={args.chunk}"]
         clean = {k: v for k, v in os.environ.items() if not k.startswith(("OMP_", "GOMP_"))}
+        if what != LLAMA:
+            clean.pop("PYTHONPATH", None)
+            clean |= VLLM | {"OMP_NUM_THREADS": str(args.threads)}
         self.child = subprocess.Popen(
             arguments,
             stdin=subprocess.PIPE,
@@ -151,7 +171,9 @@ class Peer:
         for line in self.child.stdout:
             if line.startswith("speed "):
                 return Speed(*map(float, line.split()[1:]))
-        raise SystemExit("the llama.cpp child ended; run it alone with --serve-peer to see why")
+        raise SystemExit(
+            f"the child of {self.what} ended; run it alone to see why: {self.child.args}"
+        )
 
     def close(self) -> None:
         """End the child."""
@@ -159,7 +181,7 @@ class Peer:
         self.child.wait(10)
 
 
-def serve_peer(path: Path, threads: int, steps: int) -> None:
+def serve_llama(path: Path, threads: int, steps: int) -> None:
     """Answer the parent's questions with llama.cpp, by llama.cpp's own timings."""
     import xllamacpp
 
@@ -201,6 +223,64 @@ def serve_peer(path: Path, threads: int, steps: int) -> None:
         cpu_s = time.process_time() - begun_s
         return Speed(timings["prompt_n"] / timings["prompt_ms"] * 1e3, cpu_s / tokens * 1e3)
 
+    answer(prefill, decode)
+
+
+def serve_vllm(folder: Path, dtype: str, chunk: int, steps: int) -> None:
+    """Answer the parent's questions with vLLM, by the time of its engine's steps, which it makes
+    in this process."""
+    from vllm import EngineArgs, LLMEngine, SamplingParams  # type: ignore[import-not-found]
+
+    engine = LLMEngine.from_engine_args(
+        EngineArgs(
+            model=str(folder),
+            dtype=dtype,
+            block_size=32,
+            max_model_len=8192,
+            max_num_batched_tokens=chunk,
+            max_num_seqs=16,
+            enable_prefix_caching=False,
+            disable_log_stats=True,
+            distributed_executor_backend="uni",
+        )
+    )
+    numbers = count()
+
+    def ask(first: int, length: int, tokens: int) -> str:
+        name = str(next(numbers))
+        prompt = {"prompt_token_ids": [first, *map(token, range(length - 1))]}
+        fixed = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
+        engine.add_request(name, prompt, fixed)
+        return name
+
+    def timed(tokens: int) -> Speed:
+        """Run until all requests have ended."""
+        begun_s, begun_cpu_s = time.perf_counter(), time.process_time()
+        while engine.has_unfinished_requests():
+            engine.step()
+        cpu_s = time.process_time() - begun_cpu_s
+        return Speed(tokens / (time.perf_counter() - begun_s), cpu_s / tokens * 1e3)
+
+    def prefill(tokens: int) -> Speed:
+        ask(5, tokens, 1)
+        return timed(tokens)
+
+    def decode(batch: int) -> Speed:
+        waiting = {ask(row + 5, CONTEXT, 1 + steps) for row in range(batch)}
+        done = dict.fromkeys(waiting, 0)
+        while waiting:  # prefill, so that only decode is left
+            for output in engine.step():
+                done[output.request_id] = len(output.outputs[0].token_ids)
+                waiting.discard(output.request_id)
+        return timed(sum(1 + steps - made for made in done.values()))
+
+    prefill(64)
+    decode(1)
+    answer(prefill, decode)
+
+
+def answer(prefill: Callable[[int], Speed], decode: Callable[[int], Speed]) -> None:
+    """Measure what the parent asks for, a line for each case."""
     for line in sys.stdin:
         what, size = json.loads(line)
         speed = prefill(size) if what == "prefill" else decode(size)
@@ -230,33 +310,48 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--chunk", type=int, default=1024, help="prompt tokens a pass")
     parser.add_argument("--steps", type=int, default=32, help="decode steps a case")
     parser.add_argument("--rounds", type=int, default=0, help="0: 3, or 1 with --quick")
-    parser.add_argument("--serve-peer", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--vllm", metavar="PYTHON", help="an interpreter that has vLLM for CPUs")
+    parser.add_argument("--serve-peer", help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
-def contestants(path: Path, args: argparse.Namespace) -> tuple[dict[str, Measure], Peer | None]:
-    """Load an engine for each number type, and start llama.cpp if it is there."""
+def contestants(path: Path, args: argparse.Namespace, folder: Path) -> dict[str, Measure]:
+    """Load an engine for each number type, and start the others that are there.
+
+    folder: for the weights as vLLM reads them.
+    """
     runners: dict[str, Measure] = {}
     for kind in args.types.split(","):
         report(f"loading {kind}")
         runners[kind] = ours(path, kind, args.threads, args.chunk, args.steps)
     if find_spec("xllamacpp") is None:
         report("xllamacpp is not installed: no llama.cpp column (pip install xllamacpp)")
-        return runners, None
-    if path.suffix != ".gguf":
+    elif path.suffix != ".gguf":
         report("llama.cpp reads no safetensors: no llama.cpp column (give a .gguf)")
-        return runners, None
-    peer = runners["llama.cpp"] = Peer(path, args.threads, args.steps)
-    return runners, peer
+    else:
+        runners[LLAMA] = Peer(sys.executable, LLAMA, path, args)
+    for dtype in dict.fromkeys(kind.partition(":")[0] for kind in args.types.split(",")):
+        if args.vllm and dtype in ("bfloat16", "float32"):
+            runners[f"vLLM:{dtype}"] = vllm(path, dtype, args, folder / dtype)
+    return runners
+
+
+def vllm(path: Path, dtype: str, args: argparse.Namespace, at: Path) -> Peer:
+    """Write the weights in a type that vLLM reads, and start it."""
+    from moonserve.live.engine.export import export_folder
+
+    report(f"starting vLLM:{dtype}")
+    export_folder(path, at, dtype)
+    return Peer(args.vllm, f"vLLM:{dtype}", at, args)
 
 
 def line(label: str, speeds: dict[str, list[Speed]]) -> str:
-    """The medians of one case, and their ratios to llama.cpp's."""
+    """The medians of one case, and their ratios to llama.cpp's, or else to vLLM's first."""
     medians = {
         name: Speed(median(s.tokens_s for s in those), median(s.cpu_ms for s in those))
         for name, those in speeds.items()
     }
-    peer = medians.get("llama.cpp")
+    peer = next((medians[name] for name in medians if name.startswith((LLAMA, "vLLM"))), None)
     parts = []
     for name, speed in medians.items():
         faster = f" ({speed.tokens_s / peer.tokens_s:.2f}x)" if peer else ""
@@ -273,15 +368,19 @@ def main() -> None:
     args = arguments()
     if args.avx2 and not AVX2.items() <= os.environ.items():  # libraries read it at their start
         os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | AVX2)
+    if args.serve_peer == LLAMA:
+        serve_llama(Path(args.model), args.threads, args.steps)
+        return
+    if args.serve_peer:
+        serve_vllm(Path(args.model), args.serve_peer.partition(":")[2], args.chunk, args.steps)
+        return
     from moonserve.live.model.catalog import resolve
 
     path = resolve(args.model).path
-    if args.serve_peer:
-        serve_peer(path, args.threads, args.steps)
-        return
     limit = "AVX2 at most" if args.avx2 else "all instructions"
     print(f"{path.name}, {args.threads} threads, chunks of {args.chunk}, {limit}; {machine()}")
-    runners, peer = contestants(path, args)
+    folder = tempfile.TemporaryDirectory()
+    runners = contestants(path, args, Path(folder.name))
     cases = [("prefill", 512), ("decode", 1), ("decode", 4)]
     if not args.quick:
         more = [("prefill", 2048), ("prefill", 4096), ("decode", 16)]
@@ -295,8 +394,10 @@ def main() -> None:
                 report(f"{label}, round {number + 1} of {rounds}: {name}")
                 speeds.setdefault(name, []).append(measure(what, size))
         print(line(label, speeds), flush=True)
-    if peer is not None:
-        peer.close()
+    for runner in runners.values():
+        if isinstance(runner, Peer):
+            runner.close()
+    folder.cleanup()
 
 
 if __name__ == "__main__":
