@@ -23,8 +23,8 @@ LOOKED = 16
 of the longest runs."""
 SHOWN = 8
 """Of those that were priced so many are kept to be shown, beside those that are compared."""
-FEW = 64
-"""Of so many instances all are priced."""
+FEW = 32
+"""Of so many instances all are priced, in one loop; of more, a search prices fewer."""
 _WINDOW = 48
 """Instances of which some may tie: if there are more, ties are sought by `order`."""
 _FIRST = 4
