@@ -455,6 +455,22 @@ def test_a_server_that_leaves_lets_calls_end() -> None:
     run(use)
 
 
+def test_a_server_that_stops_ends_answered_calls_well() -> None:
+    """The proxy lets the stream of such a client go on; a call without an answer fails."""
+
+    async def use(peer: Peer) -> None:
+        answered, waits = peer.call(), peer.call()
+        peer.say(answered, framed(b"x"))
+        await peer.turns()
+        peer.end.finish()
+        await peer.turns()
+        assert peer.wire.closed
+        assert peer.status(answered) == (0, "")
+        assert peer.status(waits) == (14, "this picker ends")
+
+    run(use)
+
+
 @pytest.mark.parametrize("broken", [False, True])
 def test_a_connection_that_ends_ends_its_calls(
     broken: bool, caplog: pytest.LogCaptureFixture

@@ -41,7 +41,8 @@ from moonserve.core.units import Bytes
 
 log = logging.getLogger(__name__)
 
-OK, INVALID, NOT_FOUND, EXHAUSTED, UNIMPLEMENTED, INTERNAL = 0, 3, 5, 8, 12, 13
+OK, INVALID, NOT_FOUND, EXHAUSTED, UNIMPLEMENTED = 0, 3, 5, 8, 12
+INTERNAL, UNAVAILABLE = 13, 14
 """Statuses of gRPC."""
 _PREFIX: Bytes = 5
 """Of a message: one byte that says whether it is compressed, and its length in four."""
@@ -297,6 +298,17 @@ class GrpcConnection(asyncio.Protocol):
         if self._transport is not None and not self._transport.is_closing():
             # h2 could send it too, but would end the connection for calls that are under way.
             self._transport.write(GoAwayFrame(last_stream_id=last).serialize())
+
+    def finish(self) -> None:
+        """End all calls, and close it. A call that was answered ends well: a proxy would break its
+        client's stream off otherwise."""
+        for call in list(self._calls.values()):
+            if call.begun:
+                self._end(call, OK, "")
+            else:
+                self._end(call, UNAVAILABLE, "this picker ends")
+        self._flush()
+        self.close()
 
     def close(self) -> None:
         """Close it, and with it all calls."""

@@ -108,7 +108,7 @@ class PickerServer(ProcessPart):
                     while serving.calls:
                         await asyncio.wait(serving.calls)
             for it in list(serving.open):
-                it.close()
+                it.finish()
         await self._listener.wait_closed()
 
 
