@@ -70,6 +70,31 @@ def test_the_text_follows_its_schema_also_after_a_lost_worker() -> None:
     asyncio.run(main())
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_worker_without_the_package_is_named(
+    stream: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The client gets a 501 that says what to install at which worker, at once."""
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    monkeypatch.setattr("moonserve.live.api.own_text.check_schema", lambda schema: None)
+    tokenizer = load_tokenizer(resolve(DEFAULT_MODEL).path)
+
+    async def main() -> None:
+        async with site() as it:
+            await it.add("p0", "prefill", tokenizer=tokenizer)
+            await it.add("d0", "decode", tokenizer=tokenizer)
+            body = {"model": DEFAULT_MODEL, **HI, "stream": stream, "response_format": FORMAT}
+            reply = await it.http.request(
+                "POST", it.url + CHAT, body=json.dumps(body).encode(), timeout_s=20
+            )
+            assert reply.status == 501, reply.body
+            said = json.loads(reply.body)["error"]["message"]
+            assert said.startswith("p0: response_format: needs the package llguidance")
+            assert "pip install 'moonserve[grammar]'" in said
+
+    asyncio.run(main())
+
+
 def test_tokens_that_do_not_fit_are_an_error() -> None:
     """They cannot come from a worker that kept to the schema."""
     pytest.importorskip("llguidance")

@@ -103,6 +103,13 @@ class EngineFailed(MoonserveError):
     kind = "engine_error"
 
 
+class PackageMissing(MoonserveError):
+    """An instance has not installed the optional package that a request needs."""
+
+    status = 501
+    kind = "engine_error"
+
+
 class NobodyAlive(MoonserveError):
     """No live instance can serve this request."""
 

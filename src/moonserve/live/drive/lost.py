@@ -100,12 +100,14 @@ class CallLost(MoonserveError):
         retry: bool = True,
         unreachable: bool = False,
         broke: bool = False,
+        package_missing: bool = False,
     ) -> None:
         """member: the instance to blame, if it is not the one that was called; busy: its answer
         that it takes no more requests now, which the client gets if every retry fails; detail: what
         only the log has, such as the engine's own text; retry: whether another instance may do
         better; unreachable: nothing listens at its address; broke: the connection broke off after
-        the call was sent, so its process may have died.
+        the call was sent, so its process may have died; package_missing: its host must install
+        something.
         """
         super().__init__(why)
         self.detail = detail
@@ -114,6 +116,7 @@ class CallLost(MoonserveError):
         self.retry = retry
         self.unreachable = unreachable
         self.broke = broke
+        self.package_missing = package_missing
 
     @staticmethod
     def of(error: MoonserveError) -> CallLost:

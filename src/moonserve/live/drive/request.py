@@ -22,6 +22,7 @@ from moonserve.core.errors import (
     MoonserveError,
     NobodyAlive,
     Overloaded,
+    PackageMissing,
 )
 from moonserve.core.request import Request
 from moonserve.core.schedule.actions import Decode, GiveUp, Prefill, Refuse
@@ -200,8 +201,8 @@ class RequestDriver(Generic[PieceT]):
     async def next(self) -> PieceT | None:
         """The next piece of the reply; None: there is no more.
 
-        Raises BadRequest, Overloaded, NobodyAlive, EngineFailed; before the first piece also
-        Passed.
+        Raises BadRequest, Overloaded, NobodyAlive, PackageMissing, EngineFailed; before the first
+        piece also Passed.
         """
         pieces: list[PieceT] = []
 
@@ -298,6 +299,8 @@ class RequestDriver(Generic[PieceT]):
                 busy = None if self._lost is None or self._pieces else self._lost.busy
                 if busy is not None:
                     raise Passed(busy)
+                if self._lost is not None and self._lost.package_missing:
+                    raise PackageMissing(why + self._pointer())
                 raise EngineFailed(why + self._pointer())
             case _:
                 return None

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from moonserve.core.errors import UNREADABLE
+from moonserve.core.errors import UNREADABLE, PackageMissing
 from moonserve.core.request import Request, TokenLogprobs
 from moonserve.core.schedule.facts import InstanceInfo
 from moonserve.core.schedule.record import DecodeTimes, PrefillTimes
@@ -19,6 +19,7 @@ from moonserve.core.units import BlockKey, LeaseId, Tokens, whole_number
 from moonserve.live.drive.lost import CallLost, logged
 from moonserve.live.http.auth import bearer
 from moonserve.live.http.client import ClientResponse, ClientStream, HttpClient, sse_events
+from moonserve.live.http.message import ErrorReply
 from moonserve.live.openai.headers import TERM, of_party
 from moonserve.live.openai.logprobs import read_ids
 from moonserve.live.openai.reply import ReadChoice, ReadReply, read_reply
@@ -200,6 +201,8 @@ class WireClient:
         term = whole_number(reply.headers.get(TERM, "")) if status == _CONFLICT else None
         if term is not None:
             self._orders.refused(term)
+        if status == PackageMissing.status:
+            raise CallLost(_why(to, body), retry=False, package_missing=True)
         message = f"instance {to.id} answered {status}"
         raise CallLost(message, detail=logged(body), retry=status not in _HOPELESS)
 
@@ -208,6 +211,14 @@ _CONFLICT = 409
 _HOPELESS = (400, 413)
 """Statuses that every instance would answer: the request itself is wrong. Other statuses 4xx are
 about the worker: it has restarted as another one, or its queue is full."""
+
+
+def _why(to: InstanceInfo, body: bytes) -> str:
+    """The text of a worker's error."""
+    try:
+        return f"{to.id}: {msgspec.json.decode(body, type=ErrorReply).error.message}"
+    except UNREADABLE as error:
+        return f"instance {to.id} sent no valid error: {error}"
 
 
 def _kv_transfer_params(to: InstanceInfo, reply: ReadReply) -> dict[str, Any]:

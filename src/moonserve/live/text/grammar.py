@@ -10,21 +10,24 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
-from moonserve.core.errors import BadRequest, EngineFailed
+from moonserve.core.errors import BadRequest, EngineFailed, PackageMissing
 from moonserve.live.text.tokenizer import Tokenizer
 
 PARAM = "response_format"
 ANY_OBJECT = '{"type":"object"}'
 """The schema of every JSON object."""
 _MISSING = (
-    f"{PARAM}: needs the package llguidance, here and at the workers;"
-    " install it with: pip install 'moonserve[grammar]'"
+    f"{PARAM}: needs the package llguidance at the gateway and at the workers, and {{where}} has it"
+    " not; install it there with: pip install 'moonserve[grammar]'"
 )
 
 
 def check_schema(schema: str) -> None:
     """Raise BadRequest if no text can be made by this JSON schema. It may take a second."""
-    library = _library()
+    try:
+        library = _library("the gateway")
+    except PackageMissing as error:
+        raise BadRequest(str(error), PARAM, "unsupported_parameter") from None
     try:
         grammar = _compiled(library, schema)
     except ValueError as error:
@@ -34,12 +37,12 @@ def check_schema(schema: str) -> None:
         raise BadRequest(f"{PARAM}: the schema cannot be followed: {wrong[:300]}", PARAM)
 
 
-def _library() -> Any:
-    """The package. Raises BadRequest if the extra is not installed."""
+def _library(where: str) -> Any:
+    """The package. Raises PackageMissing, which names this process as `where`."""
     try:
         import llguidance
     except ImportError:
-        raise BadRequest(_MISSING, PARAM, "unsupported_parameter") from None
+        raise PackageMissing(_MISSING.format(where=where)) from None
     return llguidance
 
 
@@ -89,9 +92,9 @@ class Grammars:
     def grammar(self, schema: str, generated: Sequence[int]) -> Grammar:
         """The grammar of a schema after these tokens. It may take a second.
 
-        Raises BadRequest, EngineFailed.
+        Raises BadRequest, EngineFailed, PackageMissing.
         """
-        library = _library()
+        library = _library("this worker")
         if self._known is None:
             wrapped = library.TokenizerWrapper(_Vocabulary(self._tokenizer))
             eos = [*self._tokenizer.eos_ids]
