@@ -16,7 +16,7 @@ from moonserve.core.errors import EngineFailed, MoonserveError, Overloaded
 from moonserve.core.request import Sampling
 from moonserve.live.http.client import ClientResponse
 from tests.support.gateway_rig import Rig, run
-from tests.support.serving import say
+from tests.support.serving import ByteText, say
 
 RESPONSES = "/v1/responses"
 MESSAGES = "/v1/messages"
@@ -274,6 +274,32 @@ def test_a_400_names_the_field(path: str, more: dict[str, Any], param: str) -> N
         assert not rig.serving.requests
 
     run(use)
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", RESPONSES, MESSAGES, COUNT])
+def test_tools_are_refused_by_what_the_template_knows(path: str) -> None:
+    """If its template has no place for tools, the 400 blames the model, and else our workers."""
+    chat = {"model": "m", "messages": [HI]}
+
+    class NoTools(ByteText):
+        knows_tools = False
+
+    async def code(rig: Rig) -> tuple[str, str, bool]:
+        body = {**ASKS.get(path, chat), "tools": [{"type": "function", "name": "f"}]}
+        reply = await rig.post(path, body)
+        assert reply.status == 400, reply.body
+        error = json.loads(reply.body)["error"]
+        assert not rig.serving.requests
+        return error["code"], error["param"], "chat template of 'm'" in error["message"]
+
+    async def without(rig: Rig) -> None:
+        assert await code(rig) == ("model_without_tools", "tools", True)
+
+    async def using(rig: Rig) -> None:
+        assert await code(rig) == ("unsupported_parameter", "tools", False)
+
+    run(without, text=NoTools())
+    run(using)
 
 
 @pytest.mark.parametrize(

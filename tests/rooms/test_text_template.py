@@ -36,6 +36,7 @@ def test_smollm2_renders_chatml_with_its_default_system_prompt() -> None:
     path = resolve(DEFAULT_MODEL).path
     tokenizer = load_tokenizer(path)
     template = load_template(path, tokenizer)
+    assert not template.knows_tools
     assert template.render(USER) == (
         "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face"
         "<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
@@ -108,6 +109,22 @@ def test_a_runaway_template_ends(
         render(tokenizer, source)
     assert caught.value.param == "messages"
     assert render(tokenizer, "{{ '=' * 20 }}{{ 3 * 4 }}{{ 2 ** 3 }}") == "=" * 20 + "128"
+
+
+@pytest.mark.parametrize(
+    ("source", "knows"),
+    [
+        ("{% if tools %}{{ tools | tojson }}{% endif %}", True),
+        ("{% for message in messages %}{{ message.content }} tools{% endfor %}", False),
+        ("{% set tools = [] %}{{ tools }}", False),
+        (None, False),
+    ],
+)
+def test_whether_it_has_a_place_for_tools(
+    tokenizer: Tokenizer, source: str | None, knows: bool
+) -> None:
+    """Only if it reads the variable that has them."""
+    assert ChatTemplate(source, tokenizer).knows_tools is knows
 
 
 def test_without_a_template(tokenizer: Tokenizer) -> None:

@@ -19,6 +19,7 @@ class ByteText:
 
     vocab_size = VOCAB
     longest_token_bytes = 4
+    knows_tools = True
 
     def encode(self, text: str, *, add_bos: bool) -> list[int]:
         """The bytes of `text`."""

@@ -25,7 +25,7 @@ from moonserve.live.api.generation import Generation, TextExchange, WholeExchang
 from moonserve.live.api.limiter import Limiter, Limits
 from moonserve.live.api.ready_wait import ReadyWait
 from moonserve.live.drive.metrics import RequestMetrics
-from moonserve.live.http.message import HttpRequest, Response, json_response
+from moonserve.live.http.message import HttpRequest, Response, decode_json, json_response
 from moonserve.live.openai import messages, responses, tokenizing
 from moonserve.live.openai import request as openai
 from moonserve.live.openai.logprobs import LogprobWriter
@@ -62,6 +62,12 @@ _SHAPES: Mapping[Form, BodyShape] = {
     "tokenize": tokenizing.TOKENIZE_SHAPE,
     "detokenize": tokenizing.DETOKENIZE_SHAPE,
 }
+
+
+class _ModelOnly(msgspec.Struct):
+    """The one field of a body that was refused."""
+
+    model: str
 
 
 class OwnText:
@@ -212,6 +218,22 @@ class OwnText:
         )
 
     def _parse(self, form: Form, body: bytes) -> _Fields:
+        """The request, with every field checked. Raises BadRequest."""
+        try:
+            return self._parsed(form, body)
+        except BadRequest as error:
+            if error.param == "tools" and form != "completion":
+                self._refuse_unknown_tools(decode_json(body, _ModelOnly).model)
+            raise
+
+    def _refuse_unknown_tools(self, model: str) -> None:
+        """Raise BadRequest if this model could not use tools, wherever it were served."""
+        known = any(card.name == model for card in self._serving.models())
+        if known and not self._tools(model).knows_tools:
+            what = f"the chat template of {model!r} has no place for tools; leave them out"
+            raise BadRequest(f"tools: {what}", "tools", "model_without_tools")
+
+    def _parsed(self, form: Form, body: bytes) -> _Fields:
         most = self.limits.max_messages
         if form == "chat":
             return openai.parse_chat(body, most)
@@ -219,6 +241,8 @@ class OwnText:
             return parse_response(body, most)
         if form == "messages":
             return parse_messages(body, most)
+        if form == "count_tokens":
+            return parse_count(body, most)
         return openai.parse_completion(body, self._longest())
 
     def _longest(self) -> Tokens:
@@ -234,7 +258,7 @@ class OwnText:
         texts = False
         fields: _Fields
         if form == "count_tokens":
-            fields = parse_count(body, self.limits.max_messages)
+            fields = self._parse(form, body)
         else:
             fields, texts = parse_tokenize(body, self.limits.max_messages, self._longest())
         card = self.card(fields.model)

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import msgspec
-from jinja2 import TemplateError, nodes
+from jinja2 import TemplateError, meta, nodes
 from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
@@ -91,8 +91,11 @@ class ChatTemplate:
         environment.filters["tojson"] = _tojson
         try:
             self._template = None if source is None else environment.from_string(source)
+            reads = meta.find_undeclared_variables(environment.parse(source or ""))
         except TemplateError as error:
             raise BadModel(f"the model's chat template is not valid: {error}") from error
+        self.knows_tools = "tools" in reads
+        """Whether it has a place for tools."""
         self._globals = {
             "bos_token": tokenizer.bos_token,
             "eos_token": tokenizer.eos_token,

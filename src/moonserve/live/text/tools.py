@@ -37,6 +37,10 @@ class TextTools(Protocol):
     def longest_token_bytes(self) -> int:
         """The most UTF-8 bytes of text that one token stands for, special tokens included."""
 
+    @property
+    def knows_tools(self) -> bool:
+        """Whether the chat template has a place for tools."""
+
     def encode(self, text: str, *, add_bos: bool) -> list[int]:
         """Text to ids. Raises BadRequest if it cannot be encoded."""
 
@@ -131,6 +135,7 @@ class ModelText:
         self.encode = tokenizer.encode
         self.spelled = tokenizer.spelled
         self.render_chat = template.render
+        self.knows_tools = template.knows_tools
 
     def detokenizer(self) -> TokenText:
         """See TextTools."""
