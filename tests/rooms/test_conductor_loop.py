@@ -40,6 +40,7 @@ from moonserve.core.units import (
 )
 from moonserve.live.control.loop import ConductorLoop
 from moonserve.live.control.views import Figures, conductor_metrics
+from tests.support import virtual_time
 from tests.support.cluster import exact, info
 from tests.support.records import record_of
 
@@ -65,13 +66,13 @@ class Sleeper(Conductor):
 
 
 def run(test: Callable[[], Any]) -> None:
-    """Run with a deadline."""
+    """Run in virtual time, with a deadline."""
 
     async def main() -> None:
         async with asyncio.timeout(10):
             await test()
 
-    asyncio.run(main())
+    virtual_time.run(main())
 
 
 def fact(name: str = "x") -> Fact:

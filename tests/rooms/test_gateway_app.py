@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from moonserve.core.errors import DeadlineExceeded, EngineFailed, NobodyAlive, Overloaded
 from moonserve.core.request import Sampling, Slo, Stopping
 from moonserve.core.units import seconds_to_us
+from moonserve.live.api import limiter as limiter_module
 from moonserve.live.api.limiter import Limits, network
 from moonserve.live.ports import Output
 from tests.support.gateway_rig import Rig, run
@@ -611,27 +612,29 @@ def test_clients_take_turns_at_the_tokenizer() -> None:
     run(use, text=Slow(), limits=Limits(offload_bytes=10, max_tokenising_bytes=144))
 
 
-def test_large_bodies_take_turns_and_small_ones_pass() -> None:
+def test_large_bodies_take_turns_and_small_ones_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     """After a large body the loop belongs to the streams for a while; small bodies need no turn."""
+    monkeypatch.setattr(limiter_module, "_DECODED_BYTES_PER_S", 1)  # no turn ends by itself
 
     async def use(rig: Rig) -> None:
         large = json.dumps({**HI, "user": "x" * (1 << 20)}).encode()
+        turns = rig.gateway._limiter._decoding
         assert (await rig.post(CHAT, large)).status == 200
         waiting = asyncio.create_task(rig.post(CHAT, large))
-        limiter = rig.gateway._limiter
-        async with asyncio.timeout(5):
-            while not limiter._decoding._futures:
-                await asyncio.sleep(0)
+        while not turns._futures:
+            await asyncio.sleep(0)
         assert (await rig.post(CHAT, HI)).status == 200
+        assert not waiting.done()
+        turns.end()
         assert (await waiting).status == 200
         left = asyncio.create_task(rig.post(CHAT, large))
-        while not limiter._decoding._futures:
+        while not turns._futures:
             await asyncio.sleep(0)
         left.cancel()
-        async with asyncio.timeout(5):
-            while limiter._decoding._taken:
-                await asyncio.sleep(0.001)
-        assert not limiter._decoding._futures
+        while turns._futures:
+            await asyncio.sleep(0)
+        turns.end()
+        assert not turns._taken
 
     run(use)
 

@@ -33,18 +33,18 @@ class Rig:
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
         sent = {name.replace("_", "-"): value for name, value in headers.items()}
         return await self.client.request(
-            "POST", self.url + path, headers=sent, body=data, timeout_s=5
+            "POST", self.url + path, headers=sent, body=data, timeout_s=30
         )
 
     async def get(self, path: str) -> ClientResponse:
         """GET."""
-        return await self.client.request("GET", self.url + path, timeout_s=5)
+        return await self.client.request("GET", self.url + path, timeout_s=30)
 
     async def events(self, path: str, body: Any) -> list[Any]:
         """The events of a stream, [DONE] included."""
         data = json.dumps({**body, "stream": True}).encode()
         async with self.client.stream(
-            "POST", self.url + path, body=data, timeout_s=5, idle_timeout_s=5
+            "POST", self.url + path, body=data, timeout_s=30, idle_timeout_s=30
         ) as reply:
             raw = await reply.read()
         assert reply.status == 200, raw
