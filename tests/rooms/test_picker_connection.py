@@ -532,3 +532,23 @@ def test_arbitrary_bytes_end_a_connection_at_most(data: bytes, at: int) -> None:
             peer.end.data_received(data)
 
     run(use)
+
+
+def test_a_peer_may_open_streams_before_it_has_read_how_many_are_wanted() -> None:
+    """So many are served as the server bears; the others end with an error, not the connection."""
+
+    async def use(peer: Peer) -> None:
+        peer.h2.remote_settings[SettingCodes.MAX_CONCURRENT_STREAMS] = 2 * LIMITS.streams
+        peer.h2.remote_settings.acknowledge()  # as if it had not read them
+        streams = [peer.call() for _ in range(LIMITS.streams + 50)]
+        for stream in streams:
+            peer.say(stream, framed(b"a"), ends=True)
+        await peer.turns()
+        served = [stream for stream in streams if peer.received(stream)]
+        assert served == streams[: LIMITS.calls]
+        assert {peer.status(it) for it in served} == {(0, "")}
+        refused = {peer.status(it) for it in streams if it not in served}
+        assert refused == {(8, "too many calls are under way")}
+        assert not peer.wire.closed
+
+    run(use)

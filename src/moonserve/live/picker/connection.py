@@ -187,6 +187,19 @@ class CallServing:
         self.calls: set[asyncio.Task[None]] = set()
 
 
+class _Http2(H2Connection):
+    """h2, which would end a connection for one stream too many.
+
+    A proxy may open streams before it has read how many are wanted. So none is too many here:
+    CallBounds says how many are served.
+    """
+
+    @property
+    def open_inbound_streams(self) -> int:
+        """What h2 compares with the limit; asking also lets it forget streams that are over."""
+        return min(0, super().open_inbound_streams)
+
+
 class GrpcConnection(asyncio.Protocol):
     """See the module."""
 
@@ -197,7 +210,7 @@ class GrpcConnection(asyncio.Protocol):
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
         self._calls: dict[int, GrpcCall] = {}
-        self._h2 = H2Connection(
+        self._h2 = _Http2(
             H2Configuration(
                 client_side=False,
                 header_encoding=None,
