@@ -16,6 +16,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -68,6 +69,8 @@ def main() -> None:
     unknown = [name for name in asked.figures if name not in FIGURES]
     if unknown:
         parser.error(f"{unknown[0]} is none of {', '.join(FIGURES)}")
+    if find_spec("matplotlib") is None:
+        parser.error("matplotlib draws the figures and is missing: pip install 'moonserve[paper]'")
     asked.out.mkdir(parents=True, exist_ok=True)
     lab = Lab(asked.traces, asked.jobs, asked.quick, asked.out, asked.only)
     for name in asked.figures or (["policies", "goodput"] if asked.only else FIGURES):
@@ -117,13 +120,23 @@ def show(name: str, out: Path, form: str) -> None:
     page.say(
         f"Written by `make paper ARGS={name}` in {kept['took_s']} s at commit "
         f"{kept['commit']} ({kept['machine']}); the raw figures are in [{name}.json]({name}.json)."
-        + "".join(f" {p} was measured at {at}." for p, at in kept.get("again", {}).items())
+        + _measured_again(kept.get("again", {}))
     )
     page.say(f"![{figure.title}]({name}.{form})")
     figure.show(kept["found"], page)
     (out / f"{name}.md").write_text(page.text())
     drawn = figure.draw(kept["found"])
     drawn.savefig(out / f"{name}.{form}", metadata={"Date": None} if form == "svg" else None)
+
+
+def _measured_again(again: dict[str, str]) -> str:
+    """Names the policies that were measured later than the rest, by commit."""
+    by_commit: dict[str, list[str]] = {}
+    for policy, commit in again.items():
+        by_commit.setdefault(commit, []).append(policy)
+    return "".join(
+        f" Measured at {commit}: {', '.join(measured)}." for commit, measured in by_commit.items()
+    )
 
 
 if __name__ == "__main__":

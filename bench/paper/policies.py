@@ -108,7 +108,7 @@ def show_speeds(found: Any, page: Page) -> None:
     page.say(
         "One cell by hand, the highest speed and the first that misses: "
         "`moonserve sweep --trace mooncake_conversation.jsonl --policy late_binding --split 8+8 "
-        "--speed 2.35,2.4 --set tbt_slo=null`. The first column has `--set tbt_slo=null`, no "
+        "--speed 2.3,2.35 --set tbt_slo=null`. The first column has `--set tbt_slo=null`, no "
         "objective for TBT; the second neither flag, since 200 ms is the default; the third "
         "`--set first_token=decode`."
     )
