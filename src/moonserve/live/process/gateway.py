@@ -299,7 +299,8 @@ def _picker(
         from moonserve.live.picker.server import PickerServer
     except ModuleNotFoundError as error:
         raise ConfigError(
-            f"the package {error.name} is not installed; install moonserve[picker]", "picker"
+            f"a module that it needs is missing ({error.name}): pip install 'moonserve[picker]'",
+            "picker",
         ) from None
 
     def server(front: PickerFront) -> list[ProcessPart]:
