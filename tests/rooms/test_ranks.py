@@ -194,8 +194,8 @@ def test_an_engine_that_says_that_it_is_ill_is_lost_with_all_its_ranks(
             await it.until(lambda: {*views} == {"f/dp0", "f/dp1"})
             for prompt in prompts:
                 await it.cached(prompt)
-            engine.dead, engine.health = set(), 200
             await engine.restart()
+            engine.dead, engine.health = set(), 200  # earlier, the old process would join again
             await it.up("e/dp0", "e/dp1", "f/dp0", "f/dp1")
             assert all(not name.startswith("e") for p in prompts for name in it.held(p))
 

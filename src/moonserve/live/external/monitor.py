@@ -187,6 +187,7 @@ class EngineMonitor:
             self.epoch = max(self.epoch + 1, began_ms)
             self._new_process = True
             self.member.changed = False
+            await self._close_feeds()
         for text in found.warnings if last is None or last.warnings != found.warnings else ():
             log.warning("%s: %s", self.member.spec.name, text)
         level = logging.WARNING if how == "restarted" else logging.INFO
@@ -198,19 +199,19 @@ class EngineMonitor:
         self.why = ""
         infos = {it.id: it for it in map(self._info, range(self.member.spec.dp_size))}
         self.member.infos = infos
-        self._conductor.tell(*map(Joined, infos.values()))
+        # One step takes both: no decision sees the new process with the blocks of an earlier one.
+        cleared = [] if same else [it for info in infos for it in self._cleared(info, self.epoch)]
+        self._conductor.tell(*map(Joined, infos.values()), *cleared)
         if not same:
             await self._begin(found)
             self._new_process = False  # only now: if _begin fails, it must run again
 
     async def _begin(self, found: EngineFacts) -> None:
-        """Forget what was known of an earlier process, and follow the events of the new one."""
-        await self._close_feeds()
+        """Forget the calls of an earlier process, and follow the events of the new one."""
         chunk = self.member.spec.chunk_tokens or _CHUNK_TOKENS
         self._said.clear()
         self.watches = {instance: CallWatch(chunk) for instance in self.member.infos}
         for rank, info in enumerate(self.member.infos.values()):
-            self._conductor.tell(*self._cleared(info.id, self.epoch))
             if found.events and self._follow is not None:
                 spec = self.member.spec
                 address = EventAddress(
