@@ -101,7 +101,7 @@ $(CLIENTS): requirements/clients.txt
 test-clients: $(DEV) model $(CLIENTS) ## openai, anthropic, litellm, llm, langchain-openai and aiperf before fake engines: 1.1 GB of disk, three minutes
 	$(WITH_CLIENTS) tests/clients/test_clients.py $(ARGS)
 
-test-fuzz-api: $(DEV) model $(CLIENTS) ## schemathesis sends 20,000 requests by /openapi.json: 1.1 GB of disk, twenty minutes
+test-fuzz-api: $(DEV) model $(CLIENTS) ## schemathesis sends 20,000 requests by /openapi.json: 1.1 GB of disk, half an hour or more
 	$(WITH_CLIENTS) tests/clients/test_fuzz_api.py $(ARGS)
 
 PAGE := tests/page/node_modules/.package-lock.json

@@ -14,6 +14,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from threading import Thread
 from typing import NamedTuple
@@ -36,7 +37,8 @@ class Cluster(NamedTuple):
     """May do all."""
 
 
-def _python() -> str:
+def python_of_moonserve() -> str:
+    """The Python that has moonserve; without it the test is skipped."""
     python = os.environ.get("MOONSERVE_PYTHON")
     if python is None:
         pytest.skip("MOONSERVE_PYTHON is not set; use make test-clients or make test-fuzz-api")
@@ -45,13 +47,19 @@ def _python() -> str:
 
 @pytest.fixture(scope="session")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """`moonserve up --engine fake` with two keys; it leaves no process."""
-    python = _python()
-    keys = tmp_path_factory.mktemp("keys") / "keys.json"
+    """A cluster of the default model."""
+    with started(tmp_path_factory.mktemp("cluster") / "keys.json") as running:
+        yield running
+
+
+@contextmanager
+def started(keys: Path, *more: str) -> Iterator[Cluster]:
+    """`moonserve up --engine fake` with three keys; it leaves no process."""
+    python = python_of_moonserve()
     key = _made_key(python, keys, "all")
     busy_key = _made_key(python, keys, "busy", "--under-way", "1")
     admin_key = _made_key(python, keys, "admin", "--scope", "admin")
-    words = ["up", "--engine", "fake", "--port", "0", "--keys", str(keys)]
+    words = ["up", "--engine", "fake", "--port", "0", "--keys", str(keys), *more]
     with subprocess.Popen(
         [python, "-m", "moonserve", *words],
         stdout=subprocess.PIPE,
