@@ -28,7 +28,7 @@ LEFT_OUT = r"^/internal/|^/start_profile|/{order}$"
 """Calls of the cluster itself, which may end it, and what takes long by its nature."""
 LEAST = 20_000
 CONTEXT = 256
-"""Tokens. In the default model's 8,192, a request for 128 long answers takes minutes."""
+"""Tokens. In the default model's 8,192, a request for 32 long answers may take minutes."""
 _CONTEXT_KEY = b"llama.context_length" + struct.pack("<I", 4)
 
 
