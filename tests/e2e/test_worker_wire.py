@@ -398,7 +398,7 @@ def test_reply_shapes_are_vllms() -> None:
                         "finish_reason": "length",
                         "stop_reason": None,
                         "token_ids": [token],
-                        "prompt_token_ids": None,  # who hands over knows it
+                        "prompt_token_ids": prompt,
                     }
                 ],
                 "usage": {
@@ -458,15 +458,16 @@ def test_leases_that_the_worker_names_are_unique() -> None:
     run(main())
 
 
-def test_a_hand_over_does_not_echo_the_prompt() -> None:
-    """With kv_transfer_params, whole and streamed replies leave the prompt's ids out."""
+def test_a_caller_that_knows_the_prompt_gets_no_ids_of_it() -> None:
+    """A gateway of ours says so. Others, with a connector too, get them as from vLLM."""
 
     async def main() -> None:
         async with site(DictStore()) as it:
             w0 = await it.worker("w0")
             prompt = prompt_of(9)
             routed: dict[str, Any] = {"kv_transfer_params": {}}
-            for more, echo in (({}, prompt), (routed, None)):
+            known: dict[str, Any] = {**routed, "knows_prompt": True}
+            for more, echo in (({}, prompt), (routed, prompt), (known, None)):
                 whole = await it.complete(w0, prompt=prompt, max_tokens=2, **more)
                 first, *_ = await it.events(w0, prompt=prompt, max_tokens=2, **more)
                 for reply in (whole, first):

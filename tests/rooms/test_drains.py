@@ -173,7 +173,7 @@ def test_a_drain_that_leaves_nobody_for_a_role_warns() -> None:
             _, health = await call(at, "GET", "/health")
             prefill, decode = health["alarms"]
             assert prefill.startswith("all instances that prefill for model ")
-            assert "are drained: p0, p1;" in prefill
+            assert "are drained: p0, p1; new requests wait up to --wait-ready, and" in prefill
             assert "`moonserve drain d0 --resume`" in decode
             _, status = await call(at, "POST", "/api/instances/p1/resume")
             assert status["warning"] == ""

@@ -96,7 +96,7 @@ def test_the_error_tells_lost_engines_from_those_that_never_came() -> None:
         loop.tell(Left(joined.id, joined.epoch, "killed"))
         loop.settle()
         assert models.cards() == []
-        with pytest.raises(NobodyAlive, match=f"model {joined.model} is alive any more"):
+        with pytest.raises(NobodyAlive, match=f"model {joined.model} gets new work any more"):
             models.of(joined.model)
         with pytest.raises(NobodyAlive, match="no engine has joined, or all that had are lost"):
             models.of("another")

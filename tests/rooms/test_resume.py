@@ -12,12 +12,16 @@ from typing import Any
 import msgspec
 import pytest
 
+from moonserve.core.schedule.cost import Cost
 from moonserve.core.schedule.facts import Connector, Role
 from moonserve.live.external.member import Member
 from moonserve.live.external.spec import InstanceSpec
 from moonserve.live.http.client import sse_events
+from moonserve.live.model.catalog import DEFAULT_MODEL
 from tests.support.external_site import Site, run
 from tests.support.fake_vllm import FakeVllm, spoken
+from tests.support.inproc import TOKEN
+from tests.support.inproc import site as own_site
 from tests.support.records import record_of
 from tests.support.serving import ByteText
 
@@ -30,6 +34,8 @@ MOONCAKE: list[Pool] = [
     ("e", "decode", "mooncake"),
 ]
 V = "0.32.0"
+SLOW = Cost((20_000, 0, 0, 0, 20_000, 0, 0), learns=False)
+"""A pass of a worker of ours takes 20 ms."""
 PROMPT = "the quick brown fox jumps over the lazy dog, and then once more. " * 3
 MESSAGES = [{"role": "user", "content": PROMPT}]
 TEXT: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 12}
@@ -393,3 +399,48 @@ def test_which_engines_report_ids(version: str, engine: Any, reports: bool) -> N
     member = Member(InstanceSpec(name="a", url="http://a", engine=engine), None)  # type: ignore[arg-type]
     member.version = version
     assert member.reports_ids is reports
+
+
+def test_a_stream_of_our_own_worker_goes_on_at_another_one() -> None:
+    """Workers of ours that serve as engines report their version, and the ids of tokens."""
+
+    async def use(site: Site) -> None:
+        async with own_site() as own:
+            for name in ("a", "b"):
+                worker = await own.add(name, "both", SLOW)
+                spec = InstanceSpec(name=name, url=worker.info.url, role="both", connector="none")
+                member = Member(spec, site.http, TOKEN)
+                reply = await member.ask("/version")
+                member.version = msgspec.json.decode(reply.body)["version"]
+                site.fleet.members[worker.info.id] = member
+                site.join(msgspec.structs.replace(worker.info, connector="none"))
+            prompt = list(range(2, 66))
+            body = {
+                "model": DEFAULT_MODEL,
+                "prompt": prompt,
+                "max_tokens": 12,
+                "temperature": 0,
+                "ignore_eos": True,
+                "stream": True,
+                **USAGE,
+            }
+            events: list[dict[str, Any]] = []
+            async with site.http.stream(
+                "POST",
+                site.url + "/v1/completions",
+                body=msgspec.json.encode(body),
+                timeout_s=20,
+                idle_timeout_s=20,
+            ) as stream:
+                async for data in sse_events(stream):
+                    events.append(msgspec.json.decode(data))
+                    if len(events) == 4:
+                        workers = own.workers.items()
+                        [busy] = [name for name, it in workers if it.runner.ledger().running]
+                        await own.lose(busy)
+            assert "error" not in str(events)
+            assert events[-1]["usage"]["completion_tokens"] == 12
+            assert events[-1]["usage"]["prompt_tokens"] == len(prompt)
+            assert site.backend.metrics.resumed == 1
+
+    run(use)

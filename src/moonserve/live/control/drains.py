@@ -83,7 +83,8 @@ class Drains:
                     names = sorted(str(view.info.id) for view in able)
                     found.append(
                         f"all instances that {part} for model {model} are drained:"
-                        f" {', '.join(names)}; new requests get a 503 until"
+                        f" {', '.join(names)}; new requests wait up to"
+                        " --wait-ready, and then get a 503, until"
                         f" `moonserve drain {names[0]} --resume`, or until another one joins"
                     )
         return found

@@ -71,7 +71,9 @@ class EmbeddedServing:
         for info in self._conductor.instances():
             if info.model == model:
                 return info.namespace
-        raise NobodyAlive(f"no instance of model {model} is alive")
+        what = "gets new work: none has joined yet, or all are lost or drained"
+        reason = "GET /health returns the reason"
+        raise NobodyAlive(f"no instance of model {model} {what}; {reason}")
 
 
 def _both(roles: Collection[str]) -> bool:

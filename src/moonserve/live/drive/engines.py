@@ -65,7 +65,8 @@ class Models:
             return found
         reason = "GET /health returns the reason"
         if model in self._seen_s:
-            raise NobodyAlive(f"no instance of model {model} is alive any more; {reason}")
+            why = "gets new work any more: all are lost or drained"
+            raise NobodyAlive(f"no instance of model {model} {why}; {reason}")
         if not self._by_model:
             raise NobodyAlive(f"no engine has joined, or all that had are lost; {reason}")
         known = ", ".join(sorted(self._by_model))

@@ -70,6 +70,7 @@ def completion_body(
         "ignore_eos": request.stopping.ignore_eos,
         "stream": stream,
         "return_token_ids": True,
+        "knows_prompt": True,
         "kv_transfer_params": kv_transfer_params,
     }
     if request.cache_salt:

@@ -29,6 +29,8 @@ ASK_S = 5.0
 _VERSION = re.compile(r"v?(\d{1,6})\.(\d{1,6})(?:\.(\d{1,6}))?")
 _REPORTS_IDS = (0, 10, 2)
 """The first vLLM whose streams have the ids of tokens."""
+_OURS = "moonserve "
+"""How the version of a worker of ours begins. Streams of those that report it have the ids."""
 _STARTED = "process_start_time_seconds"
 _CACHE = "vllm:cache_config_info"
 _FINISHED = "vllm:request_success_total"
@@ -182,6 +184,8 @@ class Member:
     @property
     def reports_ids(self) -> bool:
         """Whether its streams can have the ids of their tokens."""
+        if self.version.startswith(_OURS):
+            return True
         numbers = _VERSION.match(self.version)
         if self.spec.engine != "vllm" or numbers is None:
             return False

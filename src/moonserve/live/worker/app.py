@@ -16,6 +16,7 @@ from contextlib import aclosing, asynccontextmanager
 
 import msgspec
 
+from moonserve import __version__
 from moonserve.core.errors import BadRequest, EngineFailed, MoonserveError
 from moonserve.core.schedule.facts import InstanceInfo
 from moonserve.core.units import BlockKey, LeaseId, RequestId
@@ -91,6 +92,7 @@ class WorkerApp:
                 ("POST", "/internal/prefetch"): self._fenced(self._prefetch),
                 ("POST", "/internal/chain"): self._chain,
                 ("GET", "/v1/models"): self._models,
+                ("GET", "/version"): self._version,
                 ("GET", "/health"): self._health,
                 ("GET", "/metrics"): self._page,
                 ("GET", "/debug/ledger"): self._ledger,
@@ -217,6 +219,9 @@ class WorkerApp:
             "max_model_len": self.info.max_len,
         }
         return json_response({"object": "list", "data": [card]})
+
+    async def _version(self, request: HttpRequest) -> Response:
+        return json_response({"version": f"moonserve {__version__}"})
 
     async def _health(self, request: HttpRequest) -> Response:
         failure = self._runner.failure

@@ -97,6 +97,9 @@ class CompletionBody(GenerationRequest, kw_only=True):
     structured_outputs: StructuredOutputs | None = None
     generated_tokens: _Count = 0
     """How many of the prompt's last tokens other calls have generated for this request."""
+    knows_prompt: bool = False
+    """Whether the caller has the ids of the prompt: then no reply has them. Those of a long prompt
+    are hundreds of KB of JSON."""
     cache_salt: _Salt | None = None
     kv_transfer_params: KVTransferParams | None = None
 
@@ -312,8 +315,7 @@ class Shaper:
         self._wants_usage = wants_usage(body)
         self._wants_ids = bool(body.return_token_ids)
         self._wants_logprobs = body.logprobs is not None
-        # A router that passes KV parameters has the prompt. A long one is hundreds of KB of JSON.
-        if self._wants_ids and body.kv_transfer_params is None:
+        if self._wants_ids and not body.knows_prompt:
             self._choice.prompt_token_ids = job.prompt
         self._sent = 0
 
