@@ -123,6 +123,18 @@ def test_a_choice_that_fails_later_ends_the_stream() -> None:
     run(use)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_fault_of_ours_ends_the_request_too(stream: bool) -> None:
+    """The client does not wait for a choice that will never come."""
+
+    async def use(rig: Rig) -> None:
+        play(rig, [*say("a"), 60.0], [ZeroDivisionError("a bug")])
+        reply = await rig.post(CHAT, {**HI, "n": 2, "stream": stream})
+        assert reply.status == 500
+
+    run(use)
+
+
 def test_each_choice_takes_a_place_of_the_gateway() -> None:
     """A request with more choices than places is refused, and all places are free again."""
 

@@ -11,7 +11,6 @@ import asyncio
 from collections.abc import Callable, Sequence
 from functools import reduce
 
-from moonserve.core.errors import MoonserveError
 from moonserve.core.units import Tokens
 from moonserve.live.api.exchange import Exchange
 from moonserve.live.api.generation import Generation
@@ -52,7 +51,7 @@ class ChoicesExchange(Exchange):
         self._choices = choices
         self._streams = stream
         self._tasks: list[asyncio.Task[None]] = []
-        self._events: asyncio.Queue[bytes | MoonserveError | None] = asyncio.Queue(_MOST_EVENTS)
+        self._events: asyncio.Queue[bytes | Exception | None] = asyncio.Queue(_MOST_EVENTS)
         """Ends with None or an error."""
         loop = asyncio.get_running_loop()
         self._all_begun: asyncio.Future[None] = loop.create_future()
@@ -91,7 +90,7 @@ class ChoicesExchange(Exchange):
             if not self._unended:
                 self._all_ended.set_result(None)
                 await self._events.put(None)
-        except MoonserveError as error:
+        except Exception as error:  # noqa: BLE001 - a bug too must not leave the client waiting
             for waited in (self._all_begun, self._all_ended):
                 if not waited.done():
                     waited.set_exception(error)
@@ -120,7 +119,7 @@ class ChoicesExchange(Exchange):
     async def _pour(self, write: Write) -> bool:
         while not self._is_over:
             events = await self._events.get()
-            if isinstance(events, MoonserveError):
+            if isinstance(events, Exception):
                 raise events
             if events is None:
                 self._is_over = True
