@@ -51,12 +51,14 @@ def test_a_drained_cluster_refuses_and_serves_again(policy: str) -> None:
     assert isinstance(refuse, Refuse)
     assert (refuse.reason, refuse.why) == (
         "nobody_alive",
-        "no instance for model m gets new work: some are drained",
+        "no instance for model m gets new work; drained: d0, p0; `moonserve drain d0 --resume`",
     )
     conductor.step(2, [order("d0", drains=False)])
     refuse, _ = conductor.step(3, [arrived()])
     assert isinstance(refuse, Refuse)
-    assert refuse.why == "no prefill instance for model m gets new work: some are drained"
+    assert refuse.why == (
+        "no prefill instance for model m gets new work; drained: p0; `moonserve drain p0 --resume`"
+    )
     [prefill] = conductor.step(4, [order("p0", drains=False), arrived()])
     assert isinstance(prefill, Prefill)
     conductor.view.check()

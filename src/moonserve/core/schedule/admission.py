@@ -193,8 +193,14 @@ def _lacking(model: str, view: ClusterView, among: Sequence[InstanceId]) -> str:
     if "prefill" in roles and "decode" in roles:
         return f"no prefill and decode instance for model {model} have a connector in common"
     role = "decode " if "prefill" in roles else "prefill " if "decode" in roles else ""
-    if any(it.drained for it in views):
-        return f"no {role}instance for model {model} gets new work: some are drained"
+    able = (role.strip(), "both") if role else ("prefill", "decode", "both")
+    drained = sorted(
+        it.info.id for it in views if it.info.model == model and it.drained and it.info.role in able
+    )
+    if drained:
+        remedy = f"`moonserve drain {drained[0]} --resume`"
+        names = ", ".join(drained)
+        return f"no {role}instance for model {model} gets new work; drained: {names}; {remedy}"
     return f"no {role}instance for model {model} is alive"
 
 
