@@ -149,7 +149,7 @@ def test_a_gateway_is_ready_when_all_engines_of_its_file_are_up() -> None:
             await it.up("a")
             ready = await it.call("GET", "/ready")
             assert ready.status == 503
-            assert b"this gateway is not ready: 1 of 2 instances have joined" in ready.body
+            assert b"this server is not ready: 1 of 2 instances have joined" in ready.body
             assert (await it.complete("x")).status == 200, "requests are served all the same"
         async with site(Engine("a"), down="b", ready_s=0.5) as it:
             await it.up("a")

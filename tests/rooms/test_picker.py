@@ -607,3 +607,17 @@ def test_requests_over_the_limit_are_429() -> None:
         assert (status, found["code"]) == (429, "gateway_in_flight")
 
     run(use, E0)
+
+
+def test_a_message_that_cannot_be_read_ends_the_call(caplog: pytest.LogCaptureFixture) -> None:
+    """With INVALID_ARGUMENT: it is the proxy's fault, and no bug here."""
+
+    async def use(site: PickerSite) -> None:
+        process = site.channel.stream_stream("/envoy.service.ext_proc.v3.ExternalProcessor/Process")
+        with pytest.raises(grpc.aio.AioRpcError) as failed:
+            async for _ in process(iter([b"\xff\xff"])):
+                pass
+        assert failed.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+
+    run(use, E0)
+    assert "a bug" not in caplog.text

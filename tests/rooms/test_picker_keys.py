@@ -103,6 +103,9 @@ def test_a_key_for_models_opens_their_paths_only(path: str, code: int) -> None:
 
     async def use(site: PickerSite) -> None:
         assert (await status(site, bearing("alice"), path=path))[0] == code
+        if code == 403:
+            said = (await status(site, bearing("alice"), path=path))[1]
+            assert "has no scope admin, which" in said
         assert (await status(site, bearing("root"), path=path))[0] == 200
         assert (await status(site, {}, path=path))[0] == 401
 

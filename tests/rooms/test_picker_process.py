@@ -78,6 +78,9 @@ def test_a_picker_with_its_own_conductor() -> None:
                 page = b""
                 while counted not in page:
                     page = (await http.request("GET", url + "/metrics", timeout_s=5)).body
+            about = (await http.request("GET", url + "/", timeout_s=5)).body.decode()
+            assert "This is a moonserve endpoint picker." in about
+            assert process.proxies_at == f"127.0.0.1:{server_of(process).port}"
             chat = await http.request("POST", url + "/v1/completions", body=b"{}", timeout_s=5)
             assert chat.status == 404
         finally:

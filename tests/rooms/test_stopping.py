@@ -40,6 +40,13 @@ async def events_of(
     return seen
 
 
+def assert_stopping(error: dict[str, Any]) -> None:
+    """It names no engine as failed, and no page of the server that stops."""
+    assert STOPPING in error["message"]
+    assert "/ui" not in error["message"]
+    assert error["type"] == "unavailable_error"
+
+
 def test_a_stream_of_workers_ends_with_an_error_and_counts_as_failed() -> None:
     """What a worker does for it ends too, and nothing stays promised."""
 
@@ -53,7 +60,7 @@ def test_a_stream_of_workers_ends_with_an_error_and_counts_as_failed() -> None:
             asking = asyncio.create_task(events_of(at.http, at.url, body, first))
             await first.wait()
             await at.gateway.stop(0.05)
-            assert STOPPING in (await asking)[-1]["error"]["message"]
+            assert_stopping((await asking)[-1]["error"])
             [record] = at.gateway.conductor.account.latest()
             assert (record.outcome, record.fate) == ("failed", "failed")
             assert not at.gateway.conductor.core.promised().requests
@@ -63,7 +70,8 @@ def test_a_stream_of_workers_ends_with_an_error_and_counts_as_failed() -> None:
 
 @pytest.mark.parametrize("role", ["gateway", "front"])
 def test_requests_on_engines_end_with_an_error(role: str, tmp_path: Path) -> None:
-    """A stream gets an error event, a reply that is not streamed a 502. A front that shares its
+    """A stream gets an error event, a reply that is not streamed a 503; no engine is said to have
+    failed. A front that shares its
     port does the same."""
 
     async def main() -> None:
@@ -96,9 +104,9 @@ def test_requests_on_engines_end_with_an_error(role: str, tmp_path: Path) -> Non
             while engine.running < 2:
                 await asyncio.sleep(0.01)
             await serves.stop(0.05)
-            assert STOPPING in (await asking)[-1]["error"]["message"]
+            assert_stopping((await asking)[-1]["error"])
             reply = await whole
-            assert (reply.status, STOPPING in reply.body.decode()) == (502, True)
+            assert (reply.status, STOPPING in reply.body.decode()) == (503, True)
             while engine.running:
                 await asyncio.sleep(0.01)
             account = decides.conductor.account

@@ -145,7 +145,8 @@ async def serve_fronts(settings: Settings, cast: Cast) -> None:
     """Run these processes until a signal comes or the start fails. Raises ConfigError, GaveUp."""
     from moonserve.live.fronts.folder import meeting_folder
     from moonserve.live.process.access import check_clients
-    from moonserve.live.process.supervise import Supervisor, beat, say
+    from moonserve.live.process.supervise import Supervisor, beat, proxy_line, say
+    from moonserve.live.store.settings import address
 
     if cast.command == "gateway":
         check_clients(settings.host, settings.keys, settings.registry, settings.open)
@@ -156,6 +157,8 @@ async def serve_fronts(settings: Settings, cast: Cast) -> None:
         if line.startswith(_LISTENING) and name not in ready:
             ready.add(name)
             if len(ready) == len(children):
+                if cast.command == "picker":
+                    say(proxy_line(address(settings.host, here.picker_port)))
                 say(f"{_LISTENING}{scheme_of(settings)}://{settings.host}:{here.port}")
                 beat()
 

@@ -182,11 +182,13 @@ class Refuse(msgspec.Struct, frozen=True, tag=True):
     """See Prefill."""
 
 
-class GiveUp(msgspec.Struct, frozen=True, tag=True):
+class GiveUp(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     """The request failed and no retry is left."""
 
     request: RequestId
     why: str
+    stopping: bool = False
+    """Whether the server that drives the request stops: then no engine failed."""
 
 
 class Release(msgspec.Struct, frozen=True):

@@ -31,7 +31,7 @@ from moonserve.live.http.server import Handler
 from moonserve.live.openai.structure import check_structure
 from moonserve.live.turns import Turns
 
-SHUTTING_DOWN = "this gateway is shutting down"
+SHUTTING_DOWN = "this server is shutting down"
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _CLIENT_GONE = 499
 SMALL_BODY_BYTES: Bytes = 64 << 10
@@ -104,7 +104,7 @@ class Limiter:
         if self.draining:
             return error_response(NobodyAlive(SHUTTING_DOWN))
         if hindrance:
-            return error_response(NobodyAlive(f"this gateway is not ready: {hindrance}"))
+            return error_response(NobodyAlive(f"this server is not ready: {hindrance}"))
         if not alive:
             return error_response(NobodyAlive(lack))
         return json_response({"status": "ready", "models": alive})

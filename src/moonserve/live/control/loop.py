@@ -208,7 +208,7 @@ class ConductorLoop:
         """See ports.Conducting."""
         for request, inbox in self._inboxes.items():
             self.tell(ClientGone(request))
-            inbox.put_nowait(GiveUp(request, why))
+            inbox.put_nowait(GiveUp(request, why, stopping=True))
 
     def close(
         self,

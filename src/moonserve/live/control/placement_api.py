@@ -18,7 +18,6 @@ from moonserve.core.errors import (
     BadRequest,
     Conflict,
     DeadlineExceeded,
-    EngineFailed,
     ModelNotFound,
     NobodyAlive,
     Overloaded,
@@ -38,7 +37,7 @@ from moonserve.core.shares import Party
 from moonserve.core.units import BlockKey, LeaseId, Micros, RequestId, Tokens, lease_of
 from moonserve.live.control.loop import ConductorLoop
 from moonserve.live.drive.connectors import embedded, mooncake, nixl
-from moonserve.live.drive.request import error_for
+from moonserve.live.drive.request import error_for, gave_up
 from moonserve.live.http.message import HttpRequest, Response, decode_json, json_response
 from moonserve.live.http.server import Handler
 from moonserve.live.openai.headers import MAX_PRIORITY
@@ -347,7 +346,7 @@ class PlacementApi:
             raise error_for(action, pointer(action.request, self._conductor.has_page))
         if isinstance(action, GiveUp):
             self._over(held, "failed")
-            raise EngineFailed(action.why)
+            raise gave_up(action)
         held.number = action.number
         held.decodes = isinstance(action, Decode)
         if isinstance(action, Decode):

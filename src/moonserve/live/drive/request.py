@@ -294,14 +294,16 @@ class RequestDriver(Generic[PieceT]):
             case Refuse():
                 self._end("refused")
                 raise error_for(action, self._pointer())
-            case GiveUp(why=why):
+            case GiveUp(why=why, stopping=stopping):
                 self._end("failed")
+                if stopping:
+                    raise gave_up(action)
                 busy = None if self._lost is None or self._pieces else self._lost.busy
                 if busy is not None:
                     raise Passed(busy)
                 if self._lost is not None and self._lost.package_missing:
                     raise PackageMissing(why + self._pointer())
-                raise EngineFailed(why + self._pointer())
+                raise gave_up(action, self._pointer())
             case _:
                 return None
 
@@ -461,6 +463,14 @@ class RequestDriver(Generic[PieceT]):
         self._lives = False
         self._outcome = outcome or self._outcome
         self.inbox.out(0)
+
+
+def gave_up(action: GiveUp, shown: str = "") -> MoonserveError:
+    """The error that the client of a failed request gets; shown: see page.pointer. A server that
+    stops takes its page along, so nothing points to it."""
+    if action.stopping:
+        return NobodyAlive(action.why)
+    return EngineFailed(action.why + shown)
 
 
 def error_for(refusal: Refuse, shown: str = "") -> MoonserveError:

@@ -240,7 +240,7 @@ class RemoteConductor:
         """See ports.Conducting."""
         for request, life in self._lives.items():
             self.tell(ClientGone(request))
-            life.inbox.put_nowait(GiveUp(request, why))
+            life.inbox.put_nowait(GiveUp(request, why, stopping=True))
 
     def first_token(self, request: RequestId, cached_tokens: Tokens | None) -> None:
         """See ports.Conducting."""

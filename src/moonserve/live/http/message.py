@@ -181,7 +181,8 @@ def decode_json(data: bytes | msgspec.Raw, shape: type[T]) -> T:
         param, what = in_words(error, shape)
         raise BadRequest(f"{param or 'request body'}: {what}", param or None) from None
     except UNREADABLE as error:
-        raise BadRequest(f"request body: {error}", None, "invalid_json") from None
+        what = str(error) if bytes(data).strip() else "is empty; send JSON"
+        raise BadRequest(f"request body: {what}", None, "invalid_json") from None
 
 
 def decode_query(query: Mapping[str, str], shape: type[S]) -> S:

@@ -963,6 +963,9 @@ class ProcessPart:
     Conductor); live.process puts them together.
     """
 
+    proxies_at = ""
+    """Where the part listens for proxies, once it has started; empty: it does not."""
+
     def routes(self) -> Routes:
         """Handlers of exact paths. Those of a later part of the process win."""
         return {}

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 
-from moonserve.core.errors import DeadlineExceeded, EngineFailed
+from moonserve.core.errors import DeadlineExceeded
 from moonserve.core.request import Request
 from moonserve.core.schedule.actions import Abort, Action, Decode, GiveUp, Prefill, Refuse
 from moonserve.core.schedule.facts import (
@@ -25,7 +25,7 @@ from moonserve.core.units import MICROS_PER_SECOND, Bytes, Tokens, seconds_to_us
 from moonserve.live.api.engine_text import Prepared
 from moonserve.live.drive.calls import Caller
 from moonserve.live.drive.passing import passing
-from moonserve.live.drive.request import error_for
+from moonserve.live.drive.request import error_for, gave_up
 from moonserve.live.ports import OutgoingCall
 from moonserve.page import pointer
 
@@ -98,9 +98,9 @@ class PickedCall:
                 self._outcome = "refused"
                 shown = pointer(self._request.id, self._conductor.has_page)
                 raise error_for(action, shown)
-            case GiveUp(why=why):
+            case GiveUp():
                 self._outcome = "failed"
-                raise EngineFailed(why)
+                raise gave_up(action)
         self._placed = action
         return action
 

@@ -51,6 +51,7 @@ from moonserve.live.openai import headers as names
 from moonserve.live.openai.external import FREE
 from moonserve.live.openai.request import PATHS, BodyShape, Form
 from moonserve.live.picker.calls import PickedCall
+from moonserve.live.picker.connection import CallRefused
 from moonserve.live.picker.endpoints import Endpoints, normal
 from moonserve.live.picker.protocol import (
     PREFILLER,
@@ -193,6 +194,9 @@ class PickerFront:
         except MoonserveError as error:
             await self._refuse(served, error, write)
             return
+        except CallRefused:  # the proxy's fault: the call ends with a status of gRPC
+            served.status = BadRequest.status
+            raise
         except Exception:
             log.exception("%s: a bug in picking an endpoint", served.route)
             await self._refuse(served, MoonserveError("internal error"), write)
@@ -245,9 +249,9 @@ class PickerFront:
         """Find out who asks. Raises Unauthorized, Forbidden, BadRequest."""
         served.path = head.path
         if self._guard is not None:
-            self._guard.admit(head)
             served.key = self._guard.key_of(head)
             self._check_path(head.path, served.key)
+            self._guard.admit(head)
         try:
             served.terms = self._terms(head.headers, served.key)
         except Forbidden:

@@ -26,6 +26,7 @@ from moonserve.live.picker.connection import (
     GrpcConnection,
 )
 from moonserve.live.picker.front import PickerFront
+from moonserve.live.store.settings import address
 from moonserve.live.tls.contexts import ClientAuth, Tls
 
 LIVENESS = "liveness"
@@ -93,6 +94,7 @@ class PickerServer(ProcessPart):
             tls=tls,
         )
         self.port = self._listener.sockets[0].getsockname()[1]
+        self.proxies_at = address(self._host, self.port)
 
     async def stop(self) -> None:
         """Listen no more, and cut what is left of all calls."""

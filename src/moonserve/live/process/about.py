@@ -31,6 +31,8 @@ _LINKS: Mapping[str, str] = {
 _WHAT = {
     "gateway": "This is a moonserve gateway. It serves OpenAI's API below /v1/.",
     "front": "This is a front of a moonserve cluster. It serves OpenAI's API below /v1/.",
+    "picker": "This is a moonserve endpoint picker. Proxies ask it by gRPC (ext_proc) which"
+    " engine gets a request; clients ask the proxy.",
     "conductor": "This is the Conductor of a moonserve cluster. Clients ask its gateways.",
 }
 _DOCS = "The folder docs/ of moonserve's source has the documentation. Commands: moonserve --help"
@@ -58,8 +60,8 @@ class About:
         shapes: Mapping[str, BodyShape],
         fallback: Handler | None = None,
     ) -> None:
-        """process: gateway, front or conductor; routes, prefixes: of its parts; shapes: of bodies,
-        by path; fallback: passes other paths on to a Conductor."""
+        """process: gateway, front, picker or conductor; routes, prefixes: of its parts; shapes: of
+        bodies, by path; fallback: passes other paths on to a Conductor."""
         self._process = process
         self._routes = {*routes, *self.routes()}
         self._prefixes = {*prefixes}

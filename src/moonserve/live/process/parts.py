@@ -32,7 +32,7 @@ from moonserve.live.ports import Conducting
 from moonserve.live.process.about import About
 from moonserve.live.process.metrics import ProcessKind, ProcessMetrics
 from moonserve.live.process.profiles import LoopProfiler, Profiles
-from moonserve.live.process.supervise import beat, say, stop_event
+from moonserve.live.process.supervise import beat, proxy_line, say, stop_event
 from moonserve.live.store.settings import url_of
 
 INTERNAL_BODY_BYTES: Bytes = 64 << 20
@@ -105,6 +105,11 @@ class Process:
         assert self._server is not None, "start it first"
         return self._server.port
 
+    @property
+    def proxies_at(self) -> str:
+        """Where proxies ask the process; empty: it is no picker."""
+        return next(filter(None, (part.proxies_at for part in self._parts)), "")
+
     async def listen(self, fallback: Handler | None = None, shared: bool = False) -> None:
         """Prepare all parts, listen, then start the parts in order; on failure, stop all.
 
@@ -122,7 +127,8 @@ class Process:
             routes = self._mounted(lambda part: part.routes())
             prefixes = self._mounted(lambda part: part.prefixes())
             shapes = {} if self._front is None else self._front.body_shapes()
-            about = About(self._name, routes, prefixes, shapes, fallback)
+            picks = self._front is not None and self._config.picker_port is not None
+            about = About("picker" if picks else self._name, routes, prefixes, shapes, fallback)
             app = App(
                 {**about.routes(), **routes},
                 prefixes,
@@ -204,6 +210,8 @@ async def run(
     gc.collect()
     gc.freeze()  # objects of the start stay for ever: no collection need look at them again
     gc.set_threshold(10_000, 20, 20)  # requests make few cycles: look for them less often
+    if process.proxies_at:
+        say(proxy_line(process.proxies_at))
     say(f"listening on {url_of(config.host, process.port, config.tls)}")
     beat()
     await stop.wait()

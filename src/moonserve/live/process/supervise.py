@@ -306,6 +306,11 @@ def say(line: str) -> None:
     LINES.put(sys.stdout, line)
 
 
+def proxy_line(at: str) -> str:
+    """The line that says where a picker listens for proxies."""
+    return f"listening for proxies (gRPC, ext_proc) at {at}"
+
+
 def beat() -> None:
     """In a child: report to the supervisor that it is ready, and then each second that the event
     loop runs.

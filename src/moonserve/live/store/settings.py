@@ -33,7 +33,12 @@ def check_reachable(host: str) -> None:
 def url_of(host: str, port: int, tls: Tls | None = None) -> str:
     """The base URL of an HTTP server. tls: of its process; None: it has none."""
     scheme = "https" if tls else "http"
-    return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
+    return f"{scheme}://{address(host, port)}"
+
+
+def address(host: str, port: int) -> str:
+    """The host and port of a server, as URLs have them."""
+    return f"{f'[{host}]' if ':' in host else host}:{port}"
 
 
 class StoreTimes(msgspec.Struct, frozen=True, kw_only=True):
