@@ -107,7 +107,7 @@ def test_a_request_on_our_own_workers_is_one_tree_below_the_clients_span(
             await it.tokens(list(range(60)), 4)
             await got.until(lambda: sum(span.name == "gateway" for span in got.spans) == 2)
             assert not got.of("d" * 32)
-            check_tree(got.of(TRACE))
+            check_tree(got.of(TRACE), got.parents(TRACE, "compute"))
             [root] = [x for x in got.spans if x.name == "gateway" and x.trace_id.hex() != TRACE]
             assert root.parent_span_id == b""
             assert got.resources[0]["service.name"] == "moonserve"
@@ -115,8 +115,9 @@ def test_a_request_on_our_own_workers_is_one_tree_below_the_clients_span(
     asyncio.run(body())
 
 
-def check_tree(spans: dict[str, Any]) -> None:
-    """The spans of the request of that test."""
+def check_tree(spans: dict[str, Any], computed: set[bytes]) -> None:
+    """The spans of the request of that test. computed: the parents of passes; decode has one if its
+    first took any time."""
     root = spans["gateway"]
     assert root.parent_span_id.hex() == SPAN
     assert {"compute", *STAGES} <= spans.keys()
@@ -127,7 +128,7 @@ def check_tree(spans: dict[str, Any]) -> None:
         assert last <= span.start_time_unix_nano <= span.end_time_unix_nano
         last = span.end_time_unix_nano
     assert last <= root.end_time_unix_nano
-    assert spans["compute"].parent_span_id == spans["prefill"].span_id
+    assert spans["prefill"].span_id in computed <= {spans[it].span_id for it in STAGES}
     assert [it.name for it in root.events] == ["first_token"]
     about = attributes(root)
     assert about["gen_ai.request.id"] == "mine"

@@ -70,6 +70,11 @@ class OtlpReceiver:
         """The spans of one trace by name."""
         return {it.name: it for it in self.spans if it.trace_id.hex() == trace_id}
 
+    def parents(self, trace_id: str, name: str) -> set[bytes]:
+        """The parents' ids of all spans of this name in one trace."""
+        wanted = (trace_id, name)
+        return {it.parent_span_id for it in self.spans if (it.trace_id.hex(), it.name) == wanted}
+
 
 def attributes(of: Any) -> dict[str, Any]:
     """The attributes of a span or a resource."""
