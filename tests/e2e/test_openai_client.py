@@ -149,7 +149,12 @@ def test_leaving_a_stream_cancels_it() -> None:
         ({"messages": []}, openai.BadRequestError, "messages", None),
         ({"messages": [{"role": "x", "content": ""}]}, openai.BadRequestError, None, None),
         ({"temperature": 3}, openai.BadRequestError, "temperature", None),
-        ({"n": 2}, openai.BadRequestError, "n", "unsupported_parameter"),
+        (
+            {"presence_penalty": 1},
+            openai.BadRequestError,
+            "presence_penalty",
+            "unsupported_parameter",
+        ),
         (
             {"messages": [{"role": "user", "content": "x" * 99}]},
             openai.BadRequestError,
