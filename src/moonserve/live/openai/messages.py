@@ -21,6 +21,7 @@ from moonserve.live.openai.request import (
     ChatRequest,
     ContentPart,
     Message,
+    SharedFields,
     at_least_one,
     check,
     check_messages,
@@ -28,6 +29,7 @@ from moonserve.live.openai.request import (
     decode_stop_sequences,
     expect_items,
     refuse_unless,
+    shared,
 )
 
 _FIELD = "messages"
@@ -53,18 +55,14 @@ class CountTokensRequest(msgspec.Struct, kw_only=True):
     system: str | list[ContentPart] | None = None
 
 
-class MessagesRequest(CountTokensRequest, kw_only=True):
+class MessagesRequest(SharedFields, kw_only=True):
     """POST /v1/messages."""
 
+    model: str
+    messages: list[Message]
+    system: str | list[ContentPart] | None = None
     max_tokens: int
     stop_sequences: list[str] | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    seed: int | None = None
-    ignore_eos: bool | None = None
-    stream: bool | None = None
-    cache_salt: str | None = None
 
 
 class _CountBody(CountTokensRequest, kw_only=True):
@@ -114,13 +112,7 @@ def parse_messages(body: bytes, max_messages: int) -> MessagesChat:
         messages=_conversation(sent, max_messages),
         max_tokens=sent.max_tokens,
         stop=decode_stop_sequences(sent.stop_sequences),
-        temperature=sent.temperature,
-        top_p=sent.top_p,
-        top_k=sent.top_k,
-        seed=sent.seed,
-        ignore_eos=sent.ignore_eos,
-        stream=sent.stream,
-        cache_salt=sent.cache_salt,
+        **shared(sent),
     )
     check(chat)
     return chat

@@ -178,21 +178,26 @@ class Message(msgspec.Struct, gc=False):
         _ItemsLeft.take()
 
 
-class _Common(msgspec.Struct, kw_only=True):
-    """The fields that every generation has, and that are short by their type."""
+class SharedFields(msgspec.Struct, kw_only=True):
+    """The fields of a generation that each API has, Messages too."""
 
-    max_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
     seed: int | None = None
-    n: int | None = None
-    min_tokens: int | None = None
     ignore_eos: bool | None = None
     stream: bool | None = None
+    cache_salt: str | None = None
+
+
+class _Common(SharedFields, kw_only=True):
+    """The fields that every generation has, and that are short by their type."""
+
+    max_tokens: int | None = None
+    n: int | None = None
+    min_tokens: int | None = None
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None
-    cache_salt: str | None = None
 
 
 class NamedSchema(msgspec.Struct):
@@ -526,6 +531,14 @@ _common_of = attrgetter(*_Common.__struct_fields__)
 
 def _common(sent: _Common) -> dict[str, Any]:
     return dict(zip(_Common.__struct_fields__, _common_of(sent), strict=True))
+
+
+_shared_of = attrgetter(*SharedFields.__struct_fields__)
+
+
+def shared(sent: msgspec.Struct) -> dict[str, Any]:
+    """The SharedFields of a body, which has all of them, by name."""
+    return dict(zip(SharedFields.__struct_fields__, _shared_of(sent), strict=True))
 
 
 _unsupported_of = attrgetter(*_UNSUPPORTED)

@@ -21,12 +21,14 @@ from moonserve.live.openai.request import (
     BodyShape,
     ChatRequest,
     Message,
+    SharedFields,
     StreamOptions,
     at_least_one,
     check,
     check_messages,
     expect_items,
     refuse_unless,
+    shared,
 )
 
 _FIELD = "input"
@@ -56,21 +58,14 @@ class ResponseItem(Message, kw_only=True):
     type: str = "message"
 
 
-class ResponseRequest(msgspec.Struct, kw_only=True):
+class ResponseRequest(SharedFields, kw_only=True):
     """POST /v1/responses."""
 
     model: str
     input: str | list[ResponseItem]
     instructions: str | None = None
     max_output_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    seed: int | None = None
-    ignore_eos: bool | None = None
-    stream: bool | None = None
     stream_options: StreamOptions | None = None
-    cache_salt: str | None = None
     metadata: msgspec.Raw = UNTOUCHED
     user: str | None = None
 
@@ -122,14 +117,8 @@ def parse_response(body: bytes, max_messages: int) -> ResponseChat:
         model=sent.model,
         messages=messages,
         max_tokens=sent.max_output_tokens,
-        temperature=sent.temperature,
-        top_p=sent.top_p,
-        top_k=sent.top_k,
-        seed=sent.seed,
-        ignore_eos=sent.ignore_eos,
-        stream=sent.stream,
-        cache_salt=sent.cache_salt,
         asked=sent,
+        **shared(sent),
     )
     check(chat)
     return chat
