@@ -11,13 +11,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from moonserve.live.control.config import GatewayConfig
 from moonserve.live.external.spec import InstanceSpec
 from moonserve.live.http.client import HttpClient, sse_events
-from moonserve.live.process.fronts import ConductorProcess, FrontProcess
-from moonserve.live.process.gateway import Gateway
-from tests.support.engines import QUICK
 from tests.support.fake_vllm import spoken
+from tests.support.fronts import before_engines
 
 _STREAMS, _TOKENS = 16, 40
 _TOKEN_S = "0.02"
@@ -74,15 +71,8 @@ def test_streams_of_a_killed_engine_lose_no_token(role: str) -> None:
             (first, one), (_, two) = await asyncio.gather(engine(stack), engine(stack))
             named = {"e0": one, "e1": two}
             specs = [InstanceSpec(name=it, url=named[it], events="off") for it in named]
-            config = GatewayConfig(model="", port=0, token="t0ken", wait_ready=10_000_000)
-            decides: Gateway | ConductorProcess
-            serves: Gateway | FrontProcess
-            if role == "gateway":
-                decides = serves = await Gateway.start(config, specs, QUICK)
-            else:
-                decides = await ConductorProcess.start(config, specs)
-                behind = msgspec.structs.replace(config, conductor=f"127.0.0.1:{decides.port}")
-                serves = await FrontProcess.start(behind)
+            decides, serves = await before_engines(role, specs)
+            if serves is not decides:
                 stack.push_async_callback(serves.stop, 0)
             stack.push_async_callback(decides.stop, 0)
             http = HttpClient()

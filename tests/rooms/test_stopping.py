@@ -11,12 +11,10 @@ import msgspec
 import pytest
 
 from moonserve.core.schedule.cost import Cost
-from moonserve.live.control.config import GatewayConfig
 from moonserve.live.external.spec import InstanceSpec
 from moonserve.live.http.client import HttpClient, sse_events
-from moonserve.live.process.fronts import ConductorProcess, FrontProcess
-from moonserve.live.process.gateway import Gateway
-from tests.support.engines import QUICK, Engine
+from tests.support.engines import Engine
+from tests.support.fronts import before_engines
 from tests.support.inproc import site
 
 SLOW = Cost((20_000, 0, 0, 0, 20_000, 0, 0), learns=False)
@@ -80,16 +78,7 @@ def test_requests_on_engines_end_with_an_error(role: str, tmp_path: Path) -> Non
             await engine.start()
             stack.push_async_callback(engine.stop)
             specs = [InstanceSpec(name="a", url=engine.url, events="off")]
-            config = GatewayConfig(model="", port=0, token="t0ken", wait_ready=10_000_000)
-            decides: Gateway | ConductorProcess
-            serves: Gateway | FrontProcess
-            if role == "gateway":
-                decides = serves = await Gateway.start(config, specs, QUICK)
-            else:
-                decides = await ConductorProcess.start(config, specs)
-                where = f"127.0.0.1:{decides.port}"
-                of_front = msgspec.structs.replace(config, conductor=where)
-                serves = await FrontProcess.start(of_front, shared=True)
+            decides, serves = await before_engines(role, specs, shared=True)
             stack.push_async_callback(decides.stop, 0)
             http = HttpClient()
             stack.push_async_callback(http.close)

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
+
+import msgspec
 
 from moonserve.live.access.guard import Guard
+from moonserve.live.control.config import GatewayConfig
+from moonserve.live.external.spec import InstanceSpec
 from moonserve.live.fronts import wire
 from moonserve.live.fronts.road import Road, road_of
 from moonserve.live.fronts.server import FrontServer
 from moonserve.live.http.server import App, serve, serve_socket
+from moonserve.live.process.fronts import ConductorProcess, FrontProcess
+from moonserve.live.process.gateway import Gateway
 from moonserve.live.tls.contexts import Tls
+from tests.support.engines import QUICK
 
 TOKEN = "the-secret-of-this-test"
 WELCOME = wire.Welcome("m", 0, 1)
@@ -52,3 +59,17 @@ async def served(
     finally:
         await at_socket.stop(0)
         await at_port.stop(0)
+
+
+async def before_engines(
+    role: str, specs: Sequence[InstanceSpec], shared: bool = False
+) -> tuple[Gateway | ConductorProcess, Gateway | FrontProcess]:
+    """The process that decides for these engines, and the one that serves clients: a gateway is
+    both, a front has a Conductor. shared: whether other fronts may listen at the front's port."""
+    config = GatewayConfig(model="", port=0, token="t0ken", wait_ready=10_000_000)
+    if role == "gateway":
+        gateway = await Gateway.start(config, specs, QUICK)
+        return gateway, gateway
+    conductor = await ConductorProcess.start(config, specs)
+    behind = msgspec.structs.replace(config, conductor=f"127.0.0.1:{conductor.port}")
+    return conductor, await FrontProcess.start(behind, shared=shared)
