@@ -35,6 +35,11 @@ def pytest_configure() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def pytest_runtest_setup() -> None:
+    """Heed Ctrl-C in each test: a loop of uvloop, once closed, leaves its handler behind."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 def pytest_report_header() -> str:
     """Which form of core is tested."""
     return f"moonserve: {CORE.name}"

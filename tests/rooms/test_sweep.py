@@ -246,6 +246,21 @@ def test_ctrl_c_during_a_start_leaves_no_process_behind(
     assert capfd.readouterr().err == ""
 
 
+def test_no_process_of_a_sweep_sees_ctrl_c() -> None:
+    """Also the first, before which multiprocessing starts a process of its own."""
+    script = (
+        "import signal\n"
+        "from functools import partial\n"
+        "from moonserve.cli.jobs import run_jobs\n"
+        "if __name__ == '__main__':\n"
+        "    calls = [partial(signal.pthread_sigmask, signal.SIG_BLOCK, [])]\n"
+        "    print(dict(run_jobs(calls, 1))[0] == {signal.SIGINT})\n"
+    )
+    argv = [sys.executable, "-c", script]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=60)
+    assert (done.stdout, done.stderr) == ("True\n", "")
+
+
 def test_an_interrupted_sweep_keeps_what_is_done(trace: str, tmp_path: Path) -> None:
     """After Ctrl-C the file holds the cells that had ended, and no process is left."""
     out = tmp_path / "out.json"

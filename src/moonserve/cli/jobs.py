@@ -10,6 +10,7 @@ import multiprocessing
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any, TypeVar
@@ -34,6 +35,7 @@ def run_jobs(calls: Sequence[Callable[[], T]], at_once: int) -> Iterator[tuple[i
     Calls and their results must be picklable.
     """
     context = multiprocessing.get_context("spawn")
+    resource_tracker.ensure_running()  # its start lets Ctrl-C through again
     todo = iter(enumerate(calls))
     running: dict[Connection, tuple[int, BaseProcess]] = {}
     try:
