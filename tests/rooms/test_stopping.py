@@ -12,7 +12,7 @@ import pytest
 
 from moonserve.core.schedule.cost import Cost
 from moonserve.live.external.spec import InstanceSpec
-from moonserve.live.http.client import HttpClient, sse_events
+from moonserve.live.http.client import HttpClient, UpstreamError, sse_events
 from tests.support.engines import Engine
 from tests.support.fronts import before_engines
 from tests.support.inproc import site
@@ -102,5 +102,44 @@ def test_requests_on_engines_end_with_an_error(role: str, tmp_path: Path) -> Non
             while any(record.outcome == "running" for record in account.latest()):
                 await asyncio.sleep(0.01)
             assert [record.outcome for record in account.latest()] == ["failed", "failed"]
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("others_go_on", [True, False])
+def test_fronts_that_all_end_listen_until_their_streams_have_ended(others_go_on: bool) -> None:
+    """Workers report to the Conductor at their port: without, instances of streams seem lost. A
+    front that ends alone leaves the port to the others."""
+
+    async def main() -> None:
+        async with asyncio.timeout(30), contextlib.AsyncExitStack() as stack:
+            engine = Engine("a", token_s=0.02)
+            await engine.start()
+            stack.push_async_callback(engine.stop)
+            specs = [InstanceSpec(name="a", url=engine.url, events="off")]
+            decides, serves = await before_engines("front", specs, shared=True)
+            stack.push_async_callback(decides.stop, 0)
+            http = HttpClient()
+            stack.push_async_callback(http.close)
+            url = f"http://127.0.0.1:{serves.port}"
+            first = asyncio.Event()
+            body = {"model": "m", "max_tokens": 100}
+            asking = asyncio.create_task(events_of(http, url, body, first))
+            await first.wait()
+            stopping = asyncio.create_task(serves.stop(20, others_go_on))
+            another = HttpClient()
+            stack.push_async_callback(another.close)
+            while True:
+                try:
+                    reply = await another.request("GET", url + "/ready", timeout_s=5)
+                except UpstreamError:
+                    assert others_go_on
+                    break
+                if not others_go_on and b"shutting down" in reply.body:
+                    break
+                await asyncio.sleep(0.01)
+            assert not asking.done()
+            assert len(await asking) == 100
+            await stopping
 
     asyncio.run(main())

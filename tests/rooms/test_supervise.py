@@ -82,6 +82,28 @@ def test_stubborn_child_is_killed_after_its_grace() -> None:
     assert any("killed" in line for _, line in told)
 
 
+def test_a_child_may_ask_for_another_signal_than_sigterm() -> None:
+    """A front learns by it that the others at its port end, too."""
+    say = (
+        "import signal, sys, time\n"
+        "def bye(*_):\n"
+        "    print('bye', flush=True); sys.exit()\n"
+        "signal.signal(signal.SIGUSR1, bye); print('up', flush=True); time.sleep(60)"
+    )
+    told: list[tuple[str, str]] = []
+
+    async def scene() -> None:
+        front = child("front", say, stop_signal=supervise.ALL_END)
+        boss = Supervisor([front], lambda *line: told.append(line))
+        running = asyncio.create_task(boss.run())
+        await until(lambda: ("front", "up") in told)
+        await boss.stop()
+        await asyncio.wait_for(running, 5)
+
+    asyncio.run(scene())
+    assert ("front", "bye") in told
+
+
 def test_kill_cuts_a_stop_short() -> None:
     """A kill ends a stop that still waits for a child."""
     told: list[tuple[str, str]] = []

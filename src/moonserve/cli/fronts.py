@@ -132,13 +132,17 @@ def _conductor(settings: Settings, path: str, token: str, words: Sequence[str]) 
 
 
 def _fronts(settings: Settings, command: Command, token: str, words: Sequence[str]) -> list[Child]:
-    """Fronts that share their ports."""
-    from moonserve.live.process.supervise import Child
+    """Fronts that share their ports. When all end, they listen until their requests have ended:
+    workers reach the Conductor through them."""
+    from moonserve.live.process.supervise import ALL_END, Child
 
     environ = child_env(settings, **{TOKEN: token})
     argv = (sys.executable, "-m", "moonserve", command, "--shared", *words)
     grace_s = settings.drain_s + _KILL_AFTER_S
-    return [Child(f"front{i}", argv, environ, 0, grace_s) for i in range(settings.workers)]
+    return [
+        Child(f"front{i}", argv, environ, 0, grace_s, stop_signal=ALL_END)
+        for i in range(settings.workers)
+    ]
 
 
 async def serve_fronts(settings: Settings, cast: Cast) -> None:

@@ -164,13 +164,15 @@ class Process:
             mounted = mounted | of(part)
         return mounted
 
-    async def stop(self, drain_s: float) -> None:
+    async def stop(self, drain_s: float, others_go_on: bool = True) -> None:
         """Refuse new requests, let running ones finish for `drain_s`, then end them with an error.
 
         The server listens until they have ended: workers beat and call the store meanwhile. If
-        other processes listen at its port, it leaves that at once: clients connect to the others.
+        other processes listen at its port and go on, it leaves that at once: clients and workers
+        connect to those.
         """
-        if self._front is not None and self._shared:
+        leaves = self._shared and others_go_on
+        if self._front is not None and leaves:
             self._front.stop_waiting()
         elif self._front is not None:
             self._front.drain()
@@ -178,7 +180,7 @@ class Process:
                 self._cut()
                 await self._front.idle(_CUT_S)
         for server in (self._server, self._at_socket):
-            if server is not None and self._shared:
+            if server is not None and leaves:
                 await server.stop(drain_s, _PART_S, self._cut)
             elif server is not None:
                 await server.stop(0)
@@ -195,7 +197,8 @@ async def run(
     start: Coroutine[Any, Any, Process], config: GatewayConfig, say: Callable[[str], None] = say
 ) -> None:
     """Start a process and run it until SIGTERM or SIGINT, also while it starts: a front may wait
-    long for its Conductor. Raises ConfigError, RegistryError."""
+    long for its Conductor. ALL_END: the others at its port end too. Raises ConfigError,
+    RegistryError."""
     stop = stop_event()
     starting = asyncio.create_task(start)
     stopping = asyncio.create_task(stop.wait())
@@ -216,5 +219,5 @@ async def run(
     beat()
     await stop.wait()
     say("draining: new requests are refused, running ones may finish")
-    await process.stop(config.drain_s)
+    await process.stop(config.drain_s, others_go_on=not stop.all_end)
     say("stopped")

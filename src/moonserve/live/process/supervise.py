@@ -6,7 +6,7 @@ never gets the terminal's Ctrl-C, since it has its own process group: only the s
 when it ends. A child's stdin is a socket. The supervisor holds the other end: the child writes a
 byte each second, and reads the end of file when the supervisor is gone.
 
-    stop():  rank by rank: SIGTERM -> grace_s -> SIGKILL      kill(): SIGKILL, all, now
+    stop():  rank by rank: stop_signal -> grace_s -> SIGKILL  kill(): SIGKILL, all, now
     unexpected death: reported, then a restart after a pause that doubles from death to death
     before anything is ready: a wrong setting, or too many deaths, ends all children
     an event loop that stands still for silence_s: SIGKILL, then as any unexpected death
@@ -29,6 +29,9 @@ import msgspec
 from moonserve.core.errors import MoonserveError
 from moonserve.logs import LINES
 
+ALL_END = signal.SIGUSR1
+"""As SIGTERM, for a process that shares its port: the others there end too. A process that has not
+prepared for it yet ends at once, as by SIGTERM."""
 _LIFELINE = "MOONSERVE_LIFELINE"
 _LINE_LIMIT = 64 << 10
 _ORPHAN_GRACE_S = 5.0
@@ -49,7 +52,9 @@ class Child(msgspec.Struct, frozen=True):
     rank: int = 0
     """Children of a lower rank end before the supervisor stops those of a higher rank."""
     grace_s: float = 10.0
-    """The time from SIGTERM to SIGKILL."""
+    """The time from `stop_signal` to SIGKILL."""
+    stop_signal: signal.Signals = signal.SIGTERM
+    """What asks it to end, when all children end."""
     silence_s: float = 30.0
     """How long the child's event loop may stand still before the supervisor kills it. A child that
     never beat is not watched: it is another program, or still starts. With its first beat it is
@@ -154,7 +159,7 @@ class Supervisor:
         if process is None:
             return
         with contextlib.suppress(ProcessLookupError):
-            process.terminate()
+            process.send_signal(child.stop_signal)
         try:
             await asyncio.wait_for(process.wait(), child.grace_s)
         except TimeoutError:
@@ -293,11 +298,25 @@ def _wait_for_orphanhood() -> None:
     os._exit(1)
 
 
-def stop_event() -> asyncio.Event:
-    """An event that SIGTERM and SIGINT set; they do not end the process by themselves any more."""
-    stop = asyncio.Event()
+class StopEvent(asyncio.Event):
+    """Set by SIGTERM, SIGINT and ALL_END, which do not end the process by themselves any more."""
+
+    all_end = False
+    """Whether the others at the process's port end too."""
+
+    def end_all(self) -> None:
+        """ALL_END has come."""
+        self.all_end = not self.is_set()
+        self.set()
+
+
+def stop_event() -> StopEvent:
+    """The event of this process. Call it once, on the loop that waits for it."""
+    stop = StopEvent()
+    loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+        loop.add_signal_handler(number, stop.set)
+    loop.add_signal_handler(ALL_END, stop.end_all)
     return stop
 
 
