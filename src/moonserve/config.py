@@ -23,7 +23,7 @@ from moonserve.core.errors import ConfigError
 from moonserve.core.units import LEAST_MOONCAKE_BYTES, MAX_BYTES, Bytes, Micros, Tokens
 from moonserve.invalid import in_words, nearest
 from moonserve.logs import LineHandler, RepeatLimit
-from moonserve.quantity import MAX_US, parse_bytes, parse_duration_us
+from moonserve.quantity import MAX_US, parse_bytes, parse_duration_us, parse_seconds
 
 ENV_PREFIX = "MOONSERVE_"
 IN_ETCD = ("etcd://", "etcds://")
@@ -42,8 +42,8 @@ class Flag(msgspec.Struct, frozen=True):
     """How one setting looks on the command line."""
 
     metavar: str
-    """What stands for its value in --help. A value of SIZE may have a unit, such as 512MiB; a value
-    of TIME must have one, such as 30s, and is kept in microseconds."""
+    """What stands for its value in --help. A value of SIZE or SECONDS may have a unit, such as
+    512MiB or 1m; a value of TIME must have one, such as 30s, and is kept in microseconds."""
     text: str
     """The help text; without the default, which is appended."""
     commands: frozenset[str]
@@ -833,6 +833,8 @@ def _convert(merged: dict[str, object], origin: Mapping[str, str]) -> Settings:
                 merged[name] = parse_bytes(value)
             elif flag.metavar == "TIME" and value is not None:
                 merged[name] = parse_duration_us(value)
+            elif flag.metavar == "SECONDS" and value is not None:
+                merged[name] = parse_seconds(value)
         except ValueError as err:
             raise ConfigError(f"{err} (from {origin[name]})", name) from err
     try:

@@ -17,7 +17,8 @@ from msgspec import inspect
 
 _MISSING = re.compile("missing required field `([^`]*)`")
 _UNKNOWN = re.compile("unknown field `([^`]*)`")
-_BOUND = re.compile(r"Expected `(?:int|float)` ([<>]=) (\S+)")
+_BOUND = re.compile(r"Expected `(?:int|float)` ([<>]=?) (\S+)")
+_LIMITS = {">=": "{} or more", "<=": "{} or less", ">": "more than {}", "<": "less than {}"}
 _KIND = re.compile("Invalid enum value|Expected `[^`]*`, got `([^`]*)`")
 _USER = re.compile(r"(?:(?<=//)|^(?!\w+://))[^\s'\"]*@")
 _STEP = re.compile(r"([^.\[\]]+)|\[(?:\d+|\.\.\.)\]")
@@ -49,7 +50,7 @@ def in_words(error: msgspec.MsgspecError, shape: Any) -> tuple[str, str]:
         hint = f"there is no such field; {nearest(unknown[1], known)}"
         return f"{path}.{unknown[1]}".lstrip("."), hint
     if (bound := _BOUND.search(what)) is not None:
-        return path, f"must be {bound[2]} or {'more' if bound[1] == '>=' else 'less'}"
+        return path, "must be " + _LIMITS[bound[1]].format(bound[2].removesuffix(".0"))
     if (found := _KIND.match(what)) is not None and (wanted := _choices(_at(shape, path))):
         *others, last = wanted
         text = f"must be {', '.join(others)} or {last}" if others else f"must be {last}"

@@ -4,6 +4,7 @@ them here, so that one spelling holds everywhere. Nothing here reads a clock.
 
 from __future__ import annotations
 
+import math
 import re
 
 from moonserve.core.units import MAX_BYTES, Bytes, Micros
@@ -46,6 +47,22 @@ def parse_duration_us(given: object) -> Micros:
     if not 1 <= time_us <= MAX_US:
         raise ValueError(f"{text!r} must be from 1us to {MAX_US // _TIMES_US['s']}s")
     return round(time_us)
+
+
+def parse_seconds(given: object) -> float:
+    """Read the value of a name that ends with its unit, such as drain_s: a number of seconds, or a
+    time with its unit.
+
+    Raises ValueError with the remedy.
+    """
+    text = str(given).strip()
+    try:
+        seconds = float(text)
+    except ValueError:
+        return parse_duration_us(text) / _TIMES_US["s"]
+    if not math.isfinite(seconds):
+        raise ValueError(f"{text!r} is not a time; write it like 30s or 100ms")
+    return seconds
 
 
 def shown_duration(time_us: Micros) -> str:

@@ -148,6 +148,34 @@ def test_wrong_settings_are_one_line_and_exit_code_2(argv: list[str], message: s
     assert len(result.stderr.splitlines()) == 1
 
 
+@pytest.mark.parametrize(
+    "argv",
+    [
+        *(["ask", "hi"], ["explain", "r1"], ["top", "--once"], ["advise"], ["profile"]),
+        *(["record", "status"], ["drain", "d0"], ["twin", "--once"], ["instances"]),
+        *(["store", "stat"], ["replay", "one.jsonl"]),
+    ],
+    ids=" ".join,
+)
+def test_every_command_that_asks_a_gateway_takes_its_url_from_the_environment(
+    argv: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """MOONSERVE_URL is what --url is, and a flag wins over it; the error names both."""
+    monkeypatch.chdir(tmp_path)
+    row = {"timestamp": 0, "input_length": 4, "output_length": 1, "hash_ids": [0]}
+    Path("one.jsonl").write_text(json.dumps(row))
+    result = CliRunner().invoke(cli, argv, env={"MOONSERVE_URL": "ftp://x"})
+    assert result.exit_code == 2
+    assert result.stderr.startswith(
+        "error: url: 'ftp://x' is no address; write --url or MOONSERVE_URL"
+    )
+    assert "env var: MOONSERVE_URL" in " ".join(run(*argv, "--help").stdout.split())
+    flagged = CliRunner().invoke(
+        cli, [*argv, "--url", "gopher://y"], env={"MOONSERVE_URL": "ftp://x"}
+    )
+    assert flagged.stderr.startswith("error: url: 'gopher://y' is no address")
+
+
 @pytest.mark.parametrize("host", ["0.0.0.0", "::"])
 def test_a_worker_everywhere_must_say_where(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A wildcard address cannot be reached: the error names the flag that gives another."""
@@ -445,6 +473,7 @@ def test_instances_lists_them_and_the_conductors_of_a_registry(
     assert (result.exit_code, result.stdout.splitlines()) == (0, instances)
 
     registry, there = MemoryRegistry(), ["instances", "--registry", "etcd://one"]
+    monkeypatch.setenv("MOONSERVE_URL", "http://of.another.command")
 
     @contextlib.asynccontextmanager
     async def opened(settings: Settings) -> AsyncIterator[MemoryRegistry]:

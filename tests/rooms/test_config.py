@@ -4,10 +4,11 @@ import logging
 import re
 from pathlib import Path
 
+import click
 import msgspec
 import pytest
 
-from moonserve.cli.settings import unheeded
+from moonserve.cli.settings import Seconds, unheeded
 from moonserve.config import (
     Logging,
     NotYaml,
@@ -91,6 +92,27 @@ def test_a_bare_number_is_no_time(text: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("text", "seconds"),
+    [("60", 60), ("60s", 60), ("1m", 60), ("1500ms", 1.5), (".5", 0.5), (" 2 s", 2)],
+)
+def test_a_name_that_ends_with_its_unit_takes_both(text: str, seconds: float) -> None:
+    """A bare number is in the name's unit, and a time may have a unit, as everywhere."""
+    assert load(None, {"MOONSERVE_DRAIN_S": text}, {}).drain_s == seconds
+    assert Seconds(0).convert(text, None, None) == seconds
+
+
+@pytest.mark.parametrize("text", ["", "soon", "nan", "inf", "3 min", "-1s", "[1]"])
+def test_seconds_that_are_no_time_are_refused(text: str) -> None:
+    """The error shows how to write a time, in settings and in other flags."""
+    with pytest.raises(
+        ConfigError, match=r"^drain_s: .* is not a time; write it like 30s .*\(from"
+    ):
+        load(None, {}, {"drain_s": text})
+    with pytest.raises(click.BadParameter, match="is not a time; write it like 30s"):
+        Seconds(0).convert(text, None, None)
+
+
+@pytest.mark.parametrize(
     "text", ["", "s", "-1s", "1e3s", "nans", "infs", "3 min", "0.4us", "9999999h"]
 )
 def test_what_is_no_time_is_refused(text: str) -> None:
@@ -116,6 +138,8 @@ def test_what_is_no_time_is_refused(text: str) -> None:
         ("decode_kv: 0", r"^decode_kv: must be off, end or a number of blocks, 1 or more \(0 from"),
         ("ttft_slo: 0s", r"^ttft_slo: '0s' must be from 1us to 1000000s \(from "),
         ("ttft_slo: 30", r"^ttft_slo: 30 has no unit; write 30s for seconds or 30ms \(from "),
+        ("drain_s: 2h", r"^drain_s: must be 3600 or less \(7200.0 from .*moonserve.yaml\)"),
+        ("drain_s: 0", r"^drain_s: must be more than 0 \(0.0 from "),
         ("tbt_slo: soon", r"^tbt_slo: 'soon' is not a time; write it like 30s or 100ms"),
         ("tbt_slo: [1s]", r"^tbt_slo: .* is not a time"),
         ("ttft_slo_ms: 9", r"^ttft_slo_ms: unknown setting in .*; did you mean ttft_slo\?"),
@@ -178,6 +202,7 @@ def test_variables_that_nobody_reads_are_named() -> None:
         (
             "MOONSERVE_WORKER_COUNT",
             "MOONSERVE_TOKEN",
+            "MOONSERVE_URL",
             "MOONSERVE_KEY_A",
             "MOONSERVE_LIFELINE",
             "MOONSERVE_TRACES",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 import msgspec
 
-from moonserve.cli.client import URL, Client
+from moonserve.cli.client import Client, url_option
 from moonserve.cli.output import json_option, print_json
 from moonserve.core.errors import NobodyAlive
 from moonserve.core.schedule.advice import Advice
@@ -20,7 +20,7 @@ class _ShownAdvice(msgspec.Struct):
 
 
 @click.command()
-@click.option("--url", default=URL, show_default=True, help="The gateway.")
+@url_option("The gateway.")
 @json_option
 def advise(url: str, as_json: bool) -> None:
     """Show with which other cluster more requests would have been in time.

@@ -14,7 +14,7 @@ from typing import Any
 import click
 import msgspec
 
-from moonserve.cli.client import URL, Client
+from moonserve.cli.client import Client, url_option
 from moonserve.cli.output import print_json
 from moonserve.core.errors import ConfigError, EngineFailed
 
@@ -47,7 +47,7 @@ class Answer(msgspec.Struct):
 
 @click.command()
 @click.argument("prompt")
-@click.option("--url", default=URL, show_default=True, help="The gateway.")
+@url_option("The gateway.")
 @click.option("--model", metavar="NAME", help="Default: the first the gateway serves.")
 @click.option("--system", metavar="TEXT", help="A system message before the prompt.")
 @click.option("--max-tokens", type=click.IntRange(min=1), default=256, show_default=True)

@@ -1,18 +1,22 @@
-"""A client of a running gateway, for commands; it needs only the standard library.
+"""A client of a running gateway, for commands, and the option that names the gateway.
 
-It sends the cluster's token if it finds one for that gateway; see cli.token."""
+It needs no module of ours that is slow to import. It sends the cluster's token if it finds one for
+that gateway; see cli.token.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from ssl import SSLContext, SSLError
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import click
 import msgspec
 
 from moonserve.cli.tls import client_trust
 from moonserve.cli.token import TOKEN, credential_for
+from moonserve.config import ENV_PREFIX
 from moonserve.core.errors import (
     UNREADABLE,
     ConfigError,
@@ -28,7 +32,22 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-URL = "http://127.0.0.1:8000"
+_Command = TypeVar("_Command", bound=Callable[..., object])
+_URL = "http://127.0.0.1:8000"
+_VARIABLE = ENV_PREFIX + "URL"
+
+
+def url_option(whose: str) -> Callable[[_Command], _Command]:
+    """The address of the gateway that a command asks. whose: what may have that address."""
+    return click.option(
+        "--url",
+        metavar="URL",
+        default=_URL,
+        show_default=True,
+        envvar=_VARIABLE,
+        show_envvar=True,
+        help=whose,
+    )
 
 
 class Client:
@@ -52,7 +71,7 @@ class Client:
             raise ConfigError(f"{without_password(url)}: {err}", "url") from err
         if parts.scheme not in ("http", "https") or not parts.hostname:
             what = f"{without_password(url)!r} is no address"
-            raise ConfigError(f"{what}; write it like http://127.0.0.1:8000", "url")
+            raise ConfigError(f"{what}; write --url or {_VARIABLE} like {_URL}", "url")
         if "@" in parts.netloc:
             what = f"{without_password(url)!r} has a name or a password"
             raise ConfigError(f"{what}; leave them out, and set MOONSERVE_TOKEN", "url")

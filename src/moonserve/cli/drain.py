@@ -12,7 +12,7 @@ from urllib.parse import quote
 import click
 import msgspec
 
-from moonserve.cli.client import URL, Client
+from moonserve.cli.client import Client, url_option
 from moonserve.cli.output import json_option, print_json
 from moonserve.core.errors import ConfigError, DeadlineExceeded
 from moonserve.core.units import MICROS_PER_SECOND
@@ -36,9 +36,7 @@ class _Drained(msgspec.Struct):
 @click.option("--wait", is_flag=True, help="Return only when the instance is idle.")
 @click.option("--timeout", default=_DEADLINE, show_default=True, help="Longest wait, such as 90s.")
 @click.option("--resume", is_flag=True, help="Give the instance work again.")
-@click.option(
-    "--url", default=URL, show_default=True, help="Address of a gateway, front or Conductor."
-)
+@url_option("A gateway, front or Conductor.")
 @json_option
 def drain(name: str, wait: bool, timeout: str, resume: bool, url: str, as_json: bool) -> None:
     """Give instance NAME no new work, so that it may be stopped without loss.

@@ -7,14 +7,14 @@ from typing import BinaryIO
 import click
 import msgspec
 
-from moonserve.cli.client import URL, Client
+from moonserve.cli.client import Client, url_option
 from moonserve.cli.output import OutputFile, print_json
 from moonserve.core.errors import EngineFailed
 
 
 @click.command()
 @click.argument("request_id")
-@click.option("--url", default=URL, show_default=True, help="The gateway.")
+@url_option("The gateway.")
 @click.option("--json", "as_json", is_flag=True, help="Print the gateway's JSON unchanged.")
 @click.option(
     "--perfetto",

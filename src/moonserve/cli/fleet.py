@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING
 
 import click
 import msgspec
+from click.core import ParameterSource
 
-from moonserve.cli.client import URL, Client
+from moonserve.cli.client import Client, url_option
 from moonserve.cli.output import json_option, print_json
 from moonserve.cli.register import opened_registry
 from moonserve.cli.settings import read_settings, settings_options
@@ -85,10 +86,10 @@ class _Listed(msgspec.Struct):
 
 
 @click.command()
-@click.option("--url", help=f"URL of a gateway, front or Conductor. [default: {URL}]")
+@url_option("A gateway, front or Conductor; unused with a registry.")
 @json_option
 @settings_options("instances")
-def instances(config: Path | None, url: str | None, as_json: bool, **flags: str | None) -> None:
+def instances(config: Path | None, url: str, as_json: bool, **flags: str | None) -> None:
     """List the instances of a cluster: role, load, and when the Conductor heard of each last.
 
     With --registry also its Conductors: which one leads, in which term, and how many instances have
@@ -97,20 +98,22 @@ def instances(config: Path | None, url: str | None, as_json: bool, **flags: str 
     below the table with the reason.
     """
     settings = read_settings(config, flags)
-    if settings.registry and url:
+    source = click.get_current_context().get_parameter_source("url")
+    if settings.registry and source is ParameterSource.COMMANDLINE:
         raise ConfigError("contradicts --registry: leave one of the two out", "--url")
     client = _clients(settings)
     conductors: list[Standing] = []
+    asked: str | None = url
     if settings.registry:
         conductors = _conductors(settings, client)
-        url = next((it.url for it in conductors if not it.problem), None)
-    rows = [] if settings.registry and not url else _rows(client(url or URL))
+        asked = next((it.url for it in conductors if not it.problem), None)
+    rows = [] if asked is None else _rows(client(asked))
     if as_json:
         print_json({"conductors": conductors, "instances": rows})
     else:
         for line in (*_shown(conductors), *_listed(rows)):
             click.echo(line)
-    if settings.registry and not url:
+    if asked is None:
         raise NobodyAlive("no Conductor of the registry answers; see to these processes")
 
 

@@ -11,7 +11,8 @@ from functools import partial
 import click
 import msgspec
 
-from moonserve.cli.client import URL, Client
+from moonserve.cli.client import Client, url_option
+from moonserve.cli.settings import Seconds
 from moonserve.core.errors import EngineFailed, MoonserveError
 
 _AT_ONCE = 64
@@ -35,10 +36,11 @@ class _Begun(msgspec.Struct):
 
 
 @click.command()
-@click.option("--url", default=URL, show_default=True, help="Address of the gateway.")
+@url_option("The gateway.")
 @click.option(
     "--seconds",
-    type=click.FloatRange(0, 60, min_open=True),
+    type=Seconds(0, 60, min_open=True),
+    metavar="SECONDS",
     default=10.0,
     show_default=True,
     help="How long the profiles run.",

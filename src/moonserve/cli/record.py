@@ -8,7 +8,7 @@ from __future__ import annotations
 import click
 import msgspec
 
-from moonserve.cli.client import URL, Client
+from moonserve.cli.client import Client, url_option
 from moonserve.cli.output import json_option, print_json
 
 
@@ -24,7 +24,7 @@ class _Status(msgspec.Struct):
     failure: str
 
 
-_url = click.option("--url", default=URL, show_default=True, help="Address of the gateway.")
+_url = url_option("The gateway.")
 
 
 @click.group()

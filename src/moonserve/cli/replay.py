@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 import click
 
-from moonserve.cli.client import URL, Client
+from moonserve.cli.client import Client, url_option
 from moonserve.cli.figures import Form, comparison, costs_of
 from moonserve.cli.output import OutputFile, check_apart, input_path, print_json, write_csv
 from moonserve.cli.tls import client_trust
@@ -32,7 +32,7 @@ _IDS = range(1_000, 8_000)
 
 @click.command()
 @click.argument("trace", type=click.Path(path_type=Path))
-@click.option("--url", default=URL, show_default=True, help="The gateway.")
+@url_option("The gateway.")
 @click.option("--model", metavar="NAME", help="Default: the first the gateway serves.")
 @click.option("--limit", type=_SOME, metavar="ROWS", help="Only the first requests of TRACE.")
 @click.option("--scale", type=_SOME, default=1, metavar="N", help="Divide lengths by this.")

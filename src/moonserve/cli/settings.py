@@ -30,7 +30,7 @@ from moonserve.config import (
 from moonserve.core.errors import ConfigError
 from moonserve.core.units import Bytes
 from moonserve.invalid import nearest
-from moonserve.quantity import parse_bytes, shown_duration
+from moonserve.quantity import parse_bytes, parse_seconds, shown_duration
 
 if TYPE_CHECKING:
     from moonserve.core.store.words import Card
@@ -41,7 +41,7 @@ log = logging.getLogger(__name__)
 _KEYS = ENV_PREFIX + "KEY_"
 """Variables with the API keys of external engines begin so."""
 _OTHERS = (
-    "CONFIG", "LOGGING__LEVEL", "LOGGING__MODULES", "TOKEN", "API_KEY", "CACHE", "LIFELINE",
+    "CONFIG", "LOGGING__LEVEL", "LOGGING__MODULES", "TOKEN", "API_KEY", "URL", "CACHE", "LIFELINE",
     "TRACES", "SEED", "PEERS", "ROUTERS", "DYNAMO", "VLLM_PYTHON", "CORE", "COMPILE",
 )  # fmt: skip
 """Variables that are no settings: secrets, folders, and what tests and benchmarks read."""
@@ -61,6 +61,19 @@ cards_option = click.option(
     help="Address of one network card of this machine; repeatable. The KV store sends bytes over"
     " all cards, and prefers cards of the same rail.",
 )
+
+
+class Seconds(click.FloatRange):
+    """The value of a flag whose name ends with its unit, such as --wait-s: 60, 60s or 1m."""
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> float:
+        """See ParamType. Raises BadParameter."""
+        try:
+            return super().convert(parse_seconds(value), param, ctx)
+        except ValueError as err:
+            self.fail(str(err), param, ctx)
 
 
 def listen_option(whose: str, default: int = 0) -> Callable[[_Command], _Command]:

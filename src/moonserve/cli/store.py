@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from moonserve.cli.client import URL, Client
+from moonserve.cli.client import Client, url_option
 from moonserve.cli.output import OutputFile, json_option, print_json
 from moonserve.cli.roles import note, run_role
 from moonserve.cli.settings import (
+    Seconds,
     advertise_host_option,
     cards_option,
     listen_option,
@@ -37,12 +38,7 @@ T = TypeVar("T")
 
 _POLL_S = 0.2
 _MAX_KEY_BYTES = 256  # as in live.store.wire, whose import is slow
-_url = click.option(
-    "--url",
-    default=URL,
-    show_default=True,
-    help="URL of the gateway, or of the store's master if it has its own process.",
-)
+_url = url_option("The gateway, or the store's master if it has its own process.")
 _text = click.option(
     "--text", "is_text", is_flag=True, help="Keys are given as text instead of hex."
 )
@@ -58,14 +54,16 @@ def store() -> None:
 @listen_option("the master", 8100)
 @click.option(
     "--recover-s",
-    type=click.FloatRange(0, 600),
+    type=Seconds(0, 600),
+    metavar="SECONDS",
     default=3.0,
     show_default=True,
     help="How long the master collects what segments hold before it answers; 0: the pool is new.",
 )
 @click.option(
     "--segment-ttl-s",
-    type=click.FloatRange(0.1, 3600),
+    type=Seconds(0.1, 3600),
+    metavar="SECONDS",
     default=10.0,
     show_default=True,
     help="After this silence the master drops a segment, and copies its objects from others.",
@@ -256,7 +254,10 @@ def evict(segment: str, size: str, url: str) -> None:
 @store.command()
 @click.argument("segment")
 @click.option(
-    "--wait-s", type=click.FloatRange(0), help="Return when it is empty; fail after this."
+    "--wait-s",
+    type=Seconds(0),
+    metavar="SECONDS",
+    help="Return when it is empty; fail after this.",
 )
 @_url
 def drain(segment: str, wait_s: float | None, url: str) -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 import msgspec
 
-from moonserve.cli.client import URL, Client
+from moonserve.cli.client import Client, url_option
 from moonserve.core.errors import EngineFailed, NobodyAlive
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ _REST_OF_SCREEN = "\x1b[J"
 
 
 @click.command()
-@click.option("--url", default=URL, show_default=True, help="The gateway.")
+@url_option("The gateway.")
 @click.option("--once", is_flag=True, help="Print the overview once, and end.")
 def top(url: str, once: bool) -> None:
     """Show whether requests are in time, what binds, and each instance; update every second.

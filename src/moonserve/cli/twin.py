@@ -15,7 +15,7 @@ from collections import Counter, deque
 import click
 import msgspec
 
-from moonserve.cli.client import URL, Client
+from moonserve.cli.client import Client, url_option
 from moonserve.cli.serving import serving
 from moonserve.core.errors import ConfigError, EngineFailed, NobodyAlive
 from moonserve.core.schedule.advice import (
@@ -77,7 +77,7 @@ def _every(context: click.Context, option: click.Parameter, text: str) -> float:
 
 
 @click.command()
-@click.option("--url", default=URL, show_default=True, help="The gateway.")
+@url_option("The gateway.")
 @click.option(
     "--every",
     "every_s",
