@@ -14,7 +14,12 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import pytest
+import torch
 
+from moonserve.core.engine.batch import Chunk
+from moonserve.core.request import Sampling
+from moonserve.core.units import RequestId
+from moonserve.live.engine.inputs import build_inputs
 from moonserve.live.engine.torch_engine import TorchEngine, greedy_reference
 from moonserve.live.model.catalog import DEFAULT_MODEL, resolve
 from moonserve.live.text.tokenizer import Tokenizer, load_tokenizer
@@ -69,6 +74,27 @@ def turns(alone: TorchEngine, prompts: dict[str, list[int]]) -> Turns:
     return Turns(first, answer, second, greedy_reference(alone, second, NEW_TOKENS))
 
 
+PENALTIES = {"presence_penalty": 0.5, "frequency_penalty": 0.25, "repetition_penalty": 1.3}
+
+
+@pytest.fixture(scope="module")
+def penalised(alone: TorchEngine, prompts: dict[str, list[int]]) -> list[int]:
+    """Greedy tokens of one process whose logits are changed by PENALTIES, token by token."""
+    prompt = prompts["chat-list"]
+    text: list[int] = []
+    blocks = tuple(range(-(-(len(prompt) + NEW_TOKENS) // BLOCK)))
+    while len(text) < NEW_TOKENS:
+        chunk = Chunk(RequestId("one"), tuple(prompt + text), 0, blocks, Sampling())
+        with torch.inference_mode():
+            inputs = build_inputs((chunk,), alone._model.layout)
+            row = alone._model.forward(inputs, None)[0].tolist()
+        for token in {*prompt, *text}:
+            row[token] *= 1.3 if row[token] < 0 else 1 / 1.3
+            row[token] -= 0.25 * text.count(token) + 0.5 * (token in text)
+        text.append(row.index(max(row)))
+    return text
+
+
 on_both_stores = pytest.mark.parametrize(
     "up", ["embedded", pytest.param("mooncake", marks=pytest.mark.mooncake)], indirect=True
 )
@@ -78,7 +104,10 @@ on_one_store = pytest.mark.parametrize("up", ["embedded"], indirect=True)
 
 @pytest.fixture(scope="module")
 def up(
-    reference: dict[str, list[int]], turns: Turns, request: pytest.FixtureRequest
+    reference: dict[str, list[int]],
+    turns: Turns,
+    penalised: list[int],
+    request: pytest.FixtureRequest,
 ) -> Iterator[Up]:
     """Two prefill and two decode workers."""
     cluster = Up(
@@ -147,6 +176,20 @@ def test_tokens_equal_one_process_cold_and_warm(
     for name, ids in prompts.items():
         assert warm[name][1] == most_cached(ids), name
     up.settle()
+
+
+@on_one_store
+def test_penalties_are_those_of_one_process(
+    up: Up,
+    prompts: dict[str, list[int]],
+    reference: dict[str, list[int]],
+    penalised: list[int],
+) -> None:
+    """Prefill and decode count the same tokens: the text is the one of plain loops over logits."""
+    body = completion(prompts["chat-list"], **PENALTIES)
+    reply = up.post("/v1/completions", body)
+    assert reply["choices"][0]["token_ids"] == penalised
+    assert penalised != reference["chat-list"]
 
 
 @on_both_stores

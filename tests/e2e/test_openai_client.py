@@ -150,9 +150,9 @@ def test_leaving_a_stream_cancels_it() -> None:
         ({"messages": [{"role": "x", "content": ""}]}, openai.BadRequestError, None, None),
         ({"temperature": 3}, openai.BadRequestError, "temperature", None),
         (
-            {"presence_penalty": 1},
+            {"web_search_options": {}},
             openai.BadRequestError,
-            "presence_penalty",
+            "web_search_options",
             "unsupported_parameter",
         ),
         (

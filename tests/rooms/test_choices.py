@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from moonserve.core.errors import EngineFailed, Overloaded
-from moonserve.core.request import Request, Shaping, TokenLogprobs
+from moonserve.core.request import Penalties, Request, Shaping, TokenLogprobs
 from moonserve.core.units import RequestId
 from moonserve.live.api.limiter import Limits
 from moonserve.live.ports import Output
@@ -208,14 +208,16 @@ def test_logprobs_of_a_completion(stream: bool) -> None:
 
 
 def test_biases_and_minimum_travel_with_the_request() -> None:
-    """As numbers; a stop string in the text of the first tokens does not end it."""
+    """As numbers, like penalties; a stop string in the text of the first tokens does not end it."""
 
     async def use(rig: Rig) -> None:
         body = {**HI, "logit_bias": {"97": -100, "98": 2.5}, "min_tokens": 3, "stop": "l"}
+        body |= {"presence_penalty": -1, "repetition_penalty": 1.5}
         got = json.loads((await rig.post(CHAT, body)).body)
         assert got["choices"][0]["message"]["content"] == "hel"
         (request,) = rig.serving.requests
-        assert request.sampling.shaping == Shaping(((97, -100), (98, 2.5)))
+        penalties = Penalties(-1, 0, 1.5)
+        assert request.sampling.shaping == Shaping(((97, -100), (98, 2.5)), penalties=penalties)
         assert request.stopping.min_tokens == 3
 
     run(use)

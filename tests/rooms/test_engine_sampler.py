@@ -10,8 +10,9 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from moonserve.core.errors import EngineFailed  # noqa: E402
-from moonserve.core.request import Sampling, Shaping  # noqa: E402
+from moonserve.core.request import Penalties, Sampling, Shaping  # noqa: E402
 from moonserve.live.engine.sampler import logprobs, sample, shape, uniform  # noqa: E402
+from moonserve.live.worker.counts import Counts  # noqa: E402
 
 LOGITS = [0.0, 2.0, 1.0, 3.0, 3.0, -1.0]
 
@@ -103,3 +104,36 @@ def test_log_probabilities_are_those_of_the_logits_as_they_are() -> None:
     assert [token for token, _ in found.top] == [3, 4]
     assert found.top[0][1] == pytest.approx(3.0 - math.log(total))
     assert logprobs(plain, 3, 0).top == ()
+
+
+def penalised(row: list[float], prompt: list[int], text: list[int], how: Penalties) -> list[float]:
+    """The logits of one row after its penalties, one token after the other."""
+    row = [*row]
+    for token in {*prompt, *text} if how.repetition != 1 else {*text}:
+        row[token] *= 1 / how.repetition if row[token] > 0 else how.repetition
+        row[token] -= how.frequency * text.count(token) + how.presence * (token in text)
+    return row
+
+
+def test_penalties_change_the_rows_that_ask_for_them() -> None:
+    """Each row by its own penalties and its own text, whatever the rows beside it have; a row
+    without a token of text has no penalty for it."""
+    asked = [
+        (Penalties(presence=1.5), [0], [1, 3, 3]),
+        (Penalties(frequency=-0.75), [], [5, 5, 0, 5]),
+        (Penalties(repetition=1.25), [4, 4, 5], [3]),
+        (Penalties(0.5, 1.0, 0.5), [1, 2], [3, 3, 5]),
+        (Penalties(presence=2.0), [3], []),
+    ]
+    plain = (Sampling(temperature=0.0), 7)
+    wanted = [plain]
+    for how, prompt, text in asked:
+        counts = Counts(prompt if how.repetition != 1 else (), text).taken()
+        shaping = Shaping(penalties=how, counts=counts)
+        wanted += [(Sampling(temperature=0.0, shaping=shaping), 7), plain]
+    rows = torch.tensor([LOGITS] * len(wanted))
+    assert shape(rows, wanted) == {}
+    expected = [LOGITS]
+    for how, prompt, text in asked:
+        expected += [penalised(LOGITS, prompt, text, how), LOGITS]
+    torch.testing.assert_close(rows, torch.tensor(expected))

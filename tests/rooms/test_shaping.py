@@ -1,4 +1,4 @@
-"""logit_bias, min_tokens, logprobs and n through a whole cluster of fake engines on one loop.
+"""logit_bias, min_tokens, penalties, logprobs and n through a cluster of fake engines on one loop.
 
 Each token is compared with what one engine alone samples, so that prefill, decode and a decode that
 takes over agree.
@@ -10,10 +10,13 @@ import asyncio
 import json
 from typing import Any
 
-from moonserve.core.request import Sampling, Shaping
+import pytest
+
+from moonserve.core.request import Penalties, Sampling, Shaping
 from moonserve.live.engine.fake import FakeEngine, fake_cost
 from moonserve.live.http.client import sse_events
 from moonserve.live.model.catalog import DEFAULT_MODEL
+from moonserve.live.worker.counts import Counts
 from tests.support.inproc import BLOCK, Site, site
 from tests.support.records import record_of
 
@@ -79,6 +82,49 @@ def test_a_lost_worker_changes_no_bias_no_minimum_and_no_logprob() -> None:
             given = [x for it in choices for x in it["logprobs"]["token_logprobs"]]
             assert given == [one.logprobs(token, 2).logprob for token in tokens[: end + 1]]
             assert all(len(x) == 2 for it in choices for x in it["logprobs"]["top_logprobs"])
+            await it.settle()
+
+    asyncio.run(main())
+
+
+def penalised(prompt: list[int], count: int, how: Penalties) -> list[int]:
+    """The tokens of one engine alone, whose text is counted anew for each."""
+    one = engine(words=range(5_000, 5_060))
+    text: list[int] = []
+    while len(text) < count:
+        counts = Counts(prompt if how.repetition != 1 else (), text).taken()
+        shaping = Shaping(penalties=how, counts=counts)
+        text += one.reference(prompt + text, 1, Sampling(temperature=0.0, shaping=shaping))
+    return text
+
+
+@pytest.mark.parametrize("how", [Penalties(presence=0.5), Penalties(0.0, 0.1, 1.5)])
+def test_a_lost_worker_changes_no_count_of_a_penalty(how: Penalties) -> None:
+    """Prefill, decode and the decode that takes over count all tokens of the text, and those of the
+    prompt for repetition alone. The fake engine avoids each token that has a penalty."""
+    prompt = list(range(5_000, 5_011)) * 3
+    tokens = penalised(prompt, 40, how)
+    assert len(set(tokens)) == 40
+    assert set(tokens).isdisjoint(prompt) == (how.repetition != 1)
+
+    async def main() -> None:
+        async with site() as it:
+            await it.add("p0", "prefill")
+            for name in ("d0", "d1"):
+                await it.add(name, "decode", SLOW)
+            for running in it.engines.values():
+                running._words = range(5_000, 5_060)
+            choices = await streamed(
+                it,
+                9,
+                prompt=prompt,
+                max_tokens=40,
+                temperature=0,
+                presence_penalty=how.presence,
+                frequency_penalty=how.frequency,
+                repetition_penalty=how.repetition,
+            )
+            assert [id for choice in choices for id in choice["token_ids"]] == tokens
             await it.settle()
 
     asyncio.run(main())

@@ -11,6 +11,26 @@ from moonserve.core.shares import Party
 from moonserve.core.units import InstanceId, Micros, RequestId, Tokens
 
 
+class Penalties(msgspec.Struct, frozen=True):
+    """How much less likely tokens become that the text has already; as in vLLM."""
+
+    presence: float = 0.0
+    """Taken from the logit of each generated token."""
+    frequency: float = 0.0
+    """Taken from it for each time that the token was generated."""
+    repetition: float = 1.0
+    """Divides the logit of each token of prompt and text, or multiplies one below 0."""
+
+
+class TokenCounts(msgspec.Struct, frozen=True):
+    """How often each token was generated: 64-bit integers, as this machine writes them."""
+
+    ids: bytes = b""
+    """Each token once."""
+    counts: bytes = b""
+    """In the same order; 0: only the prompt has it."""
+
+
 class Shaping(msgspec.Struct, frozen=True):
     """What changes the logits of a request, or reports them. Most requests have none."""
 
@@ -25,6 +45,10 @@ class Shaping(msgspec.Struct, frozen=True):
     """JSON schema that the text follows; empty: the text is free."""
     allowed: bytes = b""
     """For one pass: a bit for each token that may be sampled, the lowest id first; empty: all."""
+    penalties: Penalties | None = None
+    """None: tokens that the text has are as likely as others."""
+    counts: TokenCounts | None = None
+    """For one pass: what the penalties count."""
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True):

@@ -83,6 +83,10 @@ def completion_body(
     if shaping is not None:
         body["logit_bias"] = dict(shaping.bias)
         body["logprobs"] = shaping.logprobs
+        if shaping.penalties is not None:
+            body["presence_penalty"] = shaping.penalties.presence
+            body["frequency_penalty"] = shaping.penalties.frequency
+            body["repetition_penalty"] = shaping.penalties.repetition
         if shaping.schema:
             body["structured_outputs"] = {"json": msgspec.Raw(shaping.schema.encode())}
     if request.stopping.min_tokens or shaping is not None:

@@ -143,8 +143,8 @@ class FakeEngine:
 
     def _shaped(self, digest: int, position: Tokens, shaping: Shaping) -> int:
         """A token under biases: one of those with a positive bias if there are such, and none with
-        a negative one."""
-        barred = {token for token, added in shaping.bias if added < 0}
+        a negative one or a penalty."""
+        barred = {token for token, added in shaping.bias if added < 0} | _penalised(shaping)
         if position < shaping.barred_until:
             barred.update(shaping.barred)
         if shaping.allowed:
@@ -173,6 +173,16 @@ class FakeEngine:
         first = -(token % 64) / 64
         top = [((token + at) % self.shape.vocab_size, first - at) for at in range(most)]
         return TokenLogprobs(first, tuple(top))
+
+
+def _penalised(shaping: Shaping) -> set[int]:
+    """The tokens that have a penalty."""
+    penalties, counts = shaping.penalties, shaping.counts
+    if penalties is None or counts is None:
+        return set()
+    seen = zip(memoryview(counts.ids).cast("q"), memoryview(counts.counts).cast("q"), strict=True)
+    for_text = max(penalties.presence, penalties.frequency) > 0
+    return {id for id, count in seen if penalties.repetition > 1 or (for_text and count)}
 
 
 def _set_bits(mask: bytes) -> list[int]:

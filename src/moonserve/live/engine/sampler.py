@@ -1,5 +1,5 @@
 """From logits to token ids: greedy, temperature, top_k and top_p, with reproducible randomness.
-Also biases, barred tokens and log probabilities, for requests that ask for them.
+Also biases, barred tokens, penalties and log probabilities, for requests that ask for them.
 
 The random number of the token at position i depends only on (seed, i). So prefill in one process
 and decode in another draw the same tokens as one process. Only TorchEngine calls it.
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from moonserve.core.errors import EngineFailed
-from moonserve.core.request import Sampling, TokenLogprobs
+from moonserve.core.request import Penalties, Sampling, TokenCounts, TokenLogprobs
 
 
 def uniform(seed: int, position: int) -> float:
@@ -32,6 +32,7 @@ def shape(logits: Tensor, wanted: Sequence[tuple[Sampling, int]]) -> dict[int, t
     of the likeliest tokens to report.
     """
     plain: dict[int, tuple[Tensor, int]] = {}
+    penalised = []
     for row, (how, position) in enumerate(wanted):
         shaping = how.shaping
         if shaping is None:
@@ -49,7 +50,35 @@ def shape(logits: Tensor, wanted: Sequence[tuple[Sampling, int]]) -> dict[int, t
             count = min(len(bits), len(allowed))
             allowed[:count] = bits[:count]
             logits[row, torch.from_numpy(~allowed)] = -math.inf
+        if shaping.penalties is not None and shaping.counts is not None and shaping.counts.ids:
+            penalised.append((row, shaping.penalties, shaping.counts))
+    if penalised:
+        _penalise(logits, penalised)
     return plain
+
+
+def _penalise(logits: Tensor, penalised: Sequence[tuple[int, Penalties, TokenCounts]]) -> None:
+    """Change the logits of the tokens that these rows have so far, all rows at once.
+
+    The order of operations is vLLM's, so that both compute the same numbers.
+    """
+    sizes = torch.tensor([len(counts.ids) // 8 for _, _, counts in penalised])
+    rows = torch.tensor([row for row, _, _ in penalised]).repeat_interleave(sizes)
+    at = (rows, _integers([counts.ids for _, _, counts in penalised]))
+    count = _integers([counts.counts for _, _, counts in penalised])
+    factors = [(it.repetition, it.frequency, it.presence) for _, it, _ in penalised]
+    of_each = torch.tensor(factors, dtype=logits.dtype).repeat_interleave(sizes, 0)
+    repetition, frequency, presence = of_each.unbind(1)
+    values = logits[at]
+    values = torch.where(values > 0, values / repetition, values * repetition)
+    values -= frequency * count
+    values -= presence * (count > 0)
+    logits[at] = values
+
+
+def _integers(packed: Sequence[bytes]) -> Tensor:
+    """64-bit integers, packed as in TokenCounts."""
+    return torch.from_numpy(np.frombuffer(bytearray().join(packed), np.int64))
 
 
 def logprobs(logits: Tensor, token: int, most: int) -> TokenLogprobs:

@@ -25,7 +25,7 @@ from typing import Any, ClassVar, Literal, TypeAlias
 import msgspec
 
 from moonserve.core.errors import BadRequest
-from moonserve.core.request import Sampling, Shaping, Stopping
+from moonserve.core.request import Penalties, Sampling, Shaping, Stopping
 from moonserve.core.units import Bytes, Tokens, whole_number
 from moonserve.live.http.message import COUNT_TOKENS, MESSAGES, decode_json
 from moonserve.live.text.grammar import ANY_OBJECT
@@ -66,6 +66,9 @@ _MAX_STOP_IDS = 256
 _MAX_SALT_CHARS = 1_024
 _MAX_BIASES = 1_024
 _MOST_BIAS = 100
+REPETITION = (0.01, 100)
+"""The least and the most repetition_penalty; vLLM has no bounds above 0. Beyond these, logits
+would not stay finite, or all would be alike."""
 _ITEMS_PER_MESSAGE = 4
 """So many messages and parts may a conversation have on average."""
 _STOP_BYTES = 256 << 10
@@ -94,9 +97,6 @@ _UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
     "best_of": (1,),
     "echo": (False,),
     "suffix": ("",),
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "repetition_penalty": (1,),
     "min_p": (0,),
     "tools": ([],),
     "tool_choice": ("none", "auto"),
@@ -196,6 +196,9 @@ class _Common(SharedFields, kw_only=True):
     max_tokens: int | None = None
     n: int | None = None
     min_tokens: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None
 
@@ -257,9 +260,6 @@ class _Unserved(_Common, kw_only=True):
     best_of: msgspec.Raw = UNTOUCHED
     echo: msgspec.Raw = UNTOUCHED
     suffix: msgspec.Raw = UNTOUCHED
-    presence_penalty: msgspec.Raw = UNTOUCHED
-    frequency_penalty: msgspec.Raw = UNTOUCHED
-    repetition_penalty: msgspec.Raw = UNTOUCHED
     min_p: msgspec.Raw = UNTOUCHED
     tools: msgspec.Raw = UNTOUCHED
     tool_choice: msgspec.Raw = UNTOUCHED
@@ -467,9 +467,21 @@ def shaping(request: ChatRequest | CompletionRequest, vocab_size: int) -> Shapin
     """What it wants of the logits; None: nothing. Raises BadRequest for an unknown token."""
     most = most_logprobs(request)
     schema = json_schema(request)
-    if not request.logit_bias and most is None and not schema:
+    penal = penalties(request)
+    if not request.logit_bias and most is None and not schema and penal is None:
         return None
-    return Shaping(token_biases(request, vocab_size), logprobs=most, schema=schema)
+    bias = token_biases(request, vocab_size)
+    return Shaping(bias, logprobs=most, schema=schema, penalties=penal)
+
+
+def penalties(request: GenerationRequest) -> Penalties | None:
+    """The penalties that it wants; None: none."""
+    presence = request.presence_penalty or 0.0
+    frequency = request.frequency_penalty or 0.0
+    repetition = 1.0 if request.repetition_penalty is None else request.repetition_penalty
+    if not presence and not frequency and repetition == 1:
+        return None
+    return Penalties(presence, frequency, repetition)
 
 
 def json_schema(request: GenerationRequest) -> str:
@@ -631,6 +643,9 @@ def check(request: GenerationRequest) -> None:
     within("seed", request.seed, -(2**63), 2**63 - 1)
     within("n", request.n, 1, MOST_CHOICES)
     within("min_tokens", request.min_tokens, 0, 2**31 - 1)
+    within("presence_penalty", request.presence_penalty, -2, 2)
+    within("frequency_penalty", request.frequency_penalty, -2, 2)
+    within("repetition_penalty", request.repetition_penalty, *REPETITION)
     _check_bias(request.logit_bias or {})
     if wants_usage(request) and not request.stream:
         raise BadRequest("stream_options: only allowed with stream", "stream_options")
@@ -722,7 +737,7 @@ def at_least_one(name: str, value: int | None) -> None:
         raise BadRequest(f"{name}: must be at least 1, not {value}", name)
 
 
-def within(name: str, value: float | None, low: int, high: int) -> None:
+def within(name: str, value: float | None, low: float, high: float) -> None:
     """Raise BadRequest for a number out of its range."""
     if value is not None and not low <= value <= high:
         raise BadRequest(f"{name}: must be from {low} to {high}, not {value}", name)

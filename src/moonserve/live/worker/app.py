@@ -50,7 +50,6 @@ from moonserve.live.worker.wire import (
     PrefetchBody,
     Shaper,
     delta_of,
-    generated_before,
     hand_over_params,
     make_job,
     parse_packed,
@@ -132,7 +131,7 @@ class WorkerApp:
         )
         shaper = Shaper(body, job, head)
         request.cancel_on_disconnect()
-        grammar = await self._grammar(body, job)
+        grammar = await self._grammar(job)
         if body.stream:
             events = self._events(job, grammar, shaper)
             # The first event is awaited here, so that a refusal is a status and not a stream.
@@ -142,7 +141,7 @@ class WorkerApp:
         params = hand_over_params(self.info, job, deltas[-1])
         return json_response(shaper.whole(deltas, params))
 
-    async def _grammar(self, body: CompletionBody, job: Job) -> Grammar | None:
+    async def _grammar(self, job: Job) -> Grammar | None:
         """What the text of a job must be, after what it is already; None: it is free."""
         shaping = job.sampling.shaping
         if shaping is None or not shaping.schema:
@@ -150,8 +149,7 @@ class WorkerApp:
         if self._grammars is None:
             what = "this worker has no tokenizer"
             raise BadRequest(f"structured_outputs: {what}", "structured_outputs")
-        before = generated_before(body, job)
-        return await asyncio.to_thread(self._grammars.grammar, shaping.schema, before)
+        return await asyncio.to_thread(self._grammars.grammar, shaping.schema, job.text_before)
 
     async def _events(
         self, job: Job, grammar: Grammar | None, shaper: Shaper

@@ -19,6 +19,7 @@ from moonserve.core.schedule.record import DecodeTimes, PrefillTimes
 from moonserve.core.shares import Party
 from moonserve.core.units import BlockKey, LeaseId, Micros, RequestId, SegmentId, Tokens
 from moonserve.live.text.grammar import Grammar
+from moonserve.live.worker.counts import Counts
 
 DecodeKV: TypeAlias = Literal["off", "end"] | Annotated[int, msgspec.Meta(ge=1)]
 """When the worker stores the KV of generated tokens: never, at the generation's end, or every so
@@ -57,6 +58,8 @@ class Job(msgspec.Struct, frozen=True):
     """A prefill loads at most so many tokens; None: all that the store has."""
     first_token: int | None = None
     """With take_kv: the token that prefill sampled; it is the first piece here too."""
+    generated: Tokens = 0
+    """How many of the prompt's last tokens other calls have generated."""
     near: SegmentId | None = None
     """The segment that prefill published its prompt to."""
     part: PromptPart | None = None
@@ -65,6 +68,12 @@ class Job(msgspec.Struct, frozen=True):
     """Only jobs with the same salt share KV."""
     party: Party = Party()
     """Whose it is: clients share the places of a worker."""
+
+    @property
+    def text_before(self) -> tuple[int, ...]:
+        """The tokens that other calls have generated."""
+        before = self.prompt[len(self.prompt) - self.generated :]
+        return before if self.first_token is None else (*before, self.first_token)
 
 
 class Piece(msgspec.Struct, frozen=True):
@@ -103,6 +112,15 @@ class PromptKeys(msgspec.Struct, frozen=True):
             return self.full if self.tail is None else (*self.full, self.tail)
         most = len(job.prompt) - 1
         return self.full[: (most if job.reuse is None else min(most, job.reuse)) // block_size]
+
+
+def _counts(job: Job) -> Counts | None:
+    """What the penalties of a job count before its first token; None: it has none."""
+    shaping = job.sampling.shaping
+    if shaping is None or shaping.penalties is None:
+        return None
+    prompt = job.prompt if shaping.penalties.repetition != 1 else ()
+    return Counts(prompt, job.text_before)
 
 
 class KVDeadlines(msgspec.Struct, frozen=True):
@@ -172,9 +190,9 @@ class ActiveJob:
     """One job from its submission to its end."""
 
     __slots__ = (
-        "admitted_us", "arrived_us", "blocks", "cached", "computed_us", "ended", "entered_us",
-        "grammar", "grown", "job", "keys", "last_us", "loading", "made", "passed_us", "pieces",
-        "prefetch", "published", "timed", "wanted",
+        "admitted_us", "arrived_us", "blocks", "cached", "computed_us", "counts", "ended",
+        "entered_us", "grammar", "grown", "job", "keys", "last_us", "loading", "made",
+        "passed_us", "pieces", "prefetch", "published", "timed", "wanted",
     )  # fmt: skip
 
     def __init__(
@@ -189,6 +207,8 @@ class ActiveJob:
         what its text must be; None: the text is free."""
         self.job = job
         self.grammar = grammar
+        self.counts = _counts(job)
+        """What its penalties count; None: it has none."""
         self.keys = keys
         self.wanted = wanted
         self.prefetch: Prefetch | None = None
@@ -222,13 +242,31 @@ class ActiveJob:
         self.pieces: asyncio.Queue[Piece | MoonserveError] = asyncio.Queue()
         """Bounded by max_tokens: the batch makes no more."""
 
+    @property
+    def shapes_each(self) -> bool:
+        """Whether the logits of each of its tokens are changed by the tokens before it."""
+        return self.grammar is not None or self.counts is not None
+
     def next_sampling(self) -> Sampling:
-        """How to sample its next token, with those that its grammar allows. Raises EngineFailed."""
+        """How to sample its next token, with what its grammar allows and its penalties count.
+        Raises EngineFailed."""
         how = self.job.sampling
-        if self.grammar is None or how.shaping is None:
+        if how.shaping is None or not self.shapes_each:
             return how
-        shaping = msgspec.structs.replace(how.shaping, allowed=self.grammar.allowed())
+        shaping = msgspec.structs.replace(
+            how.shaping,
+            allowed=b"" if self.grammar is None else self.grammar.allowed(),
+            counts=None if self.counts is None else self.counts.taken(),
+        )
         return msgspec.structs.replace(how, shaping=shaping)
+
+    def take(self, token: int) -> None:
+        """A pass has given it this token. Raises EngineFailed if its grammar does not allow it."""
+        if self.grammar is not None:
+            self.grammar.take([token])
+        if self.counts is not None:
+            self.counts.add(token)
+        self.made.append(token)
 
     @property
     def known(self) -> tuple[int, ...]:

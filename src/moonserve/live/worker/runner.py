@@ -54,8 +54,8 @@ class Runner:
         """Parts of prompts; None where there is no store."""
         self._active: dict[RequestId, ActiveJob] = {}
         self._counted_preemptions = 0
-        self._with_grammar = 0
-        """Active jobs that have a grammar."""
+        self._shaped_each = 0
+        """Active jobs that have a grammar or penalties."""
         self._closing = False
         bench.broken.add_done_callback(self._break)
         self._loop_task = asyncio.create_task(self._loop())
@@ -166,7 +166,7 @@ class Runner:
             if wanted or job.send_kv:
                 self._kv.take_lease(job)
         active = ActiveJob(job, keys, wanted, self._bench.clock.now_us(), grammar)
-        self._with_grammar += grammar is not None
+        self._shaped_each += active.shapes_each
         self._active[job.request] = active
         self._intake.count(job)
         self._bench.metrics.arrived(len(job.prompt))
@@ -191,7 +191,7 @@ class Runner:
         """Let go of all that a job holds, wherever it is. Once per job."""
         job = active.job
         del self._active[job.request]
-        self._with_grammar -= active.grammar is not None
+        self._shaped_each -= active.shapes_each
         active.ended = True
         self._intake.drop(active)
         if self.parts is not None and job.part is not None:
@@ -224,8 +224,8 @@ class Runner:
             for chunk in work.chunks:
                 self._kv.before_pass(self._active[chunk.request].job, chunk)
         try:
-            masked = self._masked(work) if self._with_grammar else work
-            result = await self._bench.passes.run(masked)
+            shaped = self._shaped(work) if self._shaped_each else work
+            result = await self._bench.passes.run(shaped)
         except EngineFailed as error:
             if self._bench.passes.hung:
                 raise
@@ -245,12 +245,13 @@ class Runner:
             logprobs = None if result.logprobs is None else result.logprobs.get(progress.request)
             self._deliver(active, progress, logprobs)
 
-    def _masked(self, work: Pass) -> Pass:
-        """The pass, in which grammars say what may be sampled. A job ends if its grammar fails."""
+    def _shaped(self, work: Pass) -> Pass:
+        """The pass, with what each text has so far: grammars say what may be sampled, and
+        penalties have their counts. A job ends if its grammar fails."""
         chunks = []
         for chunk in work.chunks:
             active = self._active[chunk.request]
-            if chunk.sampling is not None and active.grammar is not None:
+            if chunk.sampling is not None and active.shapes_each:
                 try:
                     chunk = msgspec.structs.replace(chunk, sampling=active.next_sampling())
                 except EngineFailed as error:
@@ -268,13 +269,11 @@ class Runner:
             self._bench.metrics.prompt_computed(computed)
         if progress.token is None:
             return
-        if active.grammar is not None:
-            try:
-                active.grammar.take([progress.token])
-            except EngineFailed as error:
-                self._bench.emit(active, error)
-                return
-        active.made.append(progress.token)
+        try:
+            active.take(progress.token)
+        except EngineFailed as error:
+            self._bench.emit(active, error)
+            return
         piece = Piece(progress.token, progress.finish, active.cached, logprobs=logprobs)
         if active.timed and not job.send_kv:
             active.timed = False

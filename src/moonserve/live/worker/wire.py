@@ -23,7 +23,9 @@ from moonserve.live.openai.logprobs import by_ids
 from moonserve.live.openai.reply import DONE, Choice, Reply, Usage, event
 from moonserve.live.openai.request import (
     MOST_LOGPROBS,
+    REPETITION,
     GenerationRequest,
+    penalties,
     sampling,
     stopping,
     token_biases,
@@ -94,6 +96,11 @@ class CompletionBody(GenerationRequest, kw_only=True):
     n: Annotated[int, msgspec.Meta(ge=1, le=1)] = 1
     logprobs: Annotated[int, msgspec.Meta(ge=0, le=MOST_LOGPROBS)] | None = None
     min_tokens: _Count = 0
+    presence_penalty: Annotated[float, msgspec.Meta(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[float, msgspec.Meta(ge=-2, le=2)] | None = None
+    repetition_penalty: (
+        Annotated[float, msgspec.Meta(ge=REPETITION[0], le=REPETITION[1])] | None
+    ) = None
     structured_outputs: StructuredOutputs | None = None
     generated_tokens: _Count = 0
     """How many of the prompt's last tokens other calls have generated for this request."""
@@ -180,6 +187,7 @@ def make_job(
         take_kv=params.do_remote_prefill,
         reuse=params.reuse_tokens,
         first_token=first,
+        generated=min(len(prompt), body.generated_tokens),
         near=SegmentId(params.segment) if params.segment is not None else None,
         part=params.part,
         salt=body.cache_salt or "",
@@ -192,7 +200,9 @@ def _sampling(body: CompletionBody, stop: Stopping, length: Tokens, shape: Engin
     how = sampling(body, secrets.randbits(32))
     bias = token_biases(body, shape.vocab_size)
     schema = "" if body.structured_outputs is None else _schema(body.structured_outputs)
-    if not bias and not stop.min_tokens and body.logprobs is None and not schema:
+    penal = penalties(body)
+    plain = not bias and not stop.min_tokens and body.logprobs is None
+    if plain and not schema and penal is None:
         return how
     ends = () if stop.ignore_eos else shape.eos_token_ids
     shaping = Shaping(
@@ -201,18 +211,13 @@ def _sampling(body: CompletionBody, stop: Stopping, length: Tokens, shape: Engin
         length + stop.min_tokens,
         body.logprobs,
         schema,
+        penalties=penal,
     )
     return msgspec.structs.replace(how, shaping=shaping)
 
 
 def _schema(wanted: StructuredOutputs) -> str:
     return bytes(wanted.json).decode()
-
-
-def generated_before(body: CompletionBody, job: Job) -> tuple[int, ...]:
-    """The tokens of a job that other calls have generated: its text so far."""
-    before = job.prompt[len(job.prompt) - min(len(job.prompt), body.generated_tokens) :]
-    return before if job.first_token is None else (*before, job.first_token)
 
 
 def _check_part(part: PromptPart, send_kv: bool, length: Tokens, shape: EngineShape) -> None:
