@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.clients.conftest import Cluster, python_of_moonserve, started
+from tests.clients.conftest import MODEL, Cluster, python_of_moonserve, started
 
 pytestmark = pytest.mark.clients
 CHECKS = (
@@ -26,6 +26,10 @@ CHECKS = (
 )
 LEFT_OUT = r"^/internal/|^/start_profile|/{order}$"
 """Calls of the cluster itself, which may end it, and what takes long by its nature."""
+HOOKS = {
+    "SCHEMATHESIS_HOOKS": "tests.clients.schemathesis_hooks",
+    "PYTHONPATH": str(Path(__file__).parents[2]),
+}
 LEAST = 20_000
 CONTEXT = 256
 """Tokens. In the default model's 8,192, a request for 32 long answers may take minutes."""
@@ -40,7 +44,7 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
     model = Path(pulled.stdout.strip()).read_bytes()
     start, key, rest = model.partition(_CONTEXT_KEY)
     assert key, "the default model is no GGUF file of a Llama"
-    short = tmp_path / "short.gguf"
+    short = tmp_path / f"{MODEL}.gguf"
     short.write_bytes(start + key + struct.pack("<I", CONTEXT) + rest[4:])
     with started(tmp_path / "keys.json", "--model", str(short)) as running:
         yield running
@@ -66,6 +70,7 @@ def test_the_api_keeps_its_description(cluster: Cluster, tmp_path: Path) -> None
                 *("--suppress-health-check", "all", "--exclude-path-regex", LEFT_OUT),
             ],
             cwd=tmp_path,
+            env={**os.environ, **HOOKS},
             stdout=output,
             stderr=subprocess.STDOUT,
             timeout=7_200,

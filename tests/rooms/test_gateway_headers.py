@@ -1,10 +1,11 @@
 """Headers for objectives, priority and tenant."""
 
+import msgspec
 import pytest
 
 from moonserve.core.errors import BadRequest
 from moonserve.core.request import Slo
-from moonserve.live.openai.headers import PRIORITY, TBT, TENANT, TTFT, priority, slo, tenant
+from moonserve.live.openai.headers import PRIORITY, TBT, TENANT, TTFT, Ms, priority, slo, tenant
 
 
 @pytest.mark.parametrize(
@@ -19,6 +20,16 @@ from moonserve.live.openai.headers import PRIORITY, TBT, TENANT, TTFT, priority,
 def test_objectives_are_milliseconds(headers: dict[str, str], expected: Slo) -> None:
     """Positive numbers, fractions allowed; one that is not there is none."""
     assert slo(headers) == expected
+
+
+def test_an_objective_has_the_bounds_that_openapi_json_states() -> None:
+    """A client that keeps to them is never refused."""
+    shape = msgspec.json.schema(Ms)
+    least, most = shape["minimum"], shape["maximum"]
+    assert slo({TTFT: str(least), TBT: str(most)}) == Slo(1, most * 1_000)
+    for beyond in (least / 10, most + 1):
+        with pytest.raises(BadRequest):
+            slo({TTFT: str(beyond)})
 
 
 @pytest.mark.parametrize("name", [TTFT, TBT])

@@ -40,7 +40,7 @@ from moonserve.live.drive.connectors import embedded, mooncake, nixl
 from moonserve.live.drive.request import error_for, gave_up
 from moonserve.live.http.message import HttpRequest, Response, decode_json, json_response
 from moonserve.live.http.server import Handler
-from moonserve.live.openai.headers import MAX_PRIORITY
+from moonserve.live.openai.headers import Ms, Priority, Tenant
 from moonserve.live.openai.prompts import Prompts
 from moonserve.live.openai.request import CompletionRequest, context_exceeded
 from moonserve.live.ports import Conducting
@@ -56,14 +56,6 @@ _Id: TypeAlias = Annotated[
         description="1 to 128 letters, digits, or . _ : @ - (and not . or ..)",
     ),
 ]
-_Tenant: TypeAlias = Annotated[
-    str,
-    msgspec.Meta(
-        pattern=r"^[A-Za-z0-9._:@/-]{0,64}$",
-        description="at most 64 letters, digits, or . _ : @ / -",
-    ),
-]
-_Ms: TypeAlias = Annotated[float, msgspec.Meta(ge=0.001, le=1e9)]
 
 
 class PlacementBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -80,10 +72,10 @@ class PlacementBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """The salt that the request will have at its engine. block_keys include it already."""
     max_tokens: Annotated[Tokens, msgspec.Meta(ge=1)] = 16
     """The most tokens that it will generate, or the expected number if that is known."""
-    ttft_slo_ms: _Ms | None = None
-    tbt_slo_ms: _Ms | None = None
-    priority: Annotated[int, msgspec.Meta(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] = 0
-    tenant: _Tenant = ""
+    ttft_slo_ms: Ms | None = None
+    tbt_slo_ms: Ms | None = None
+    priority: Priority = 0
+    tenant: Tenant = ""
     id: _Id | None = None
     ttl_s: Annotated[float, msgspec.Meta(ge=0.001, le=3_600)] = 120.0
     """How long a reservation lasts, in seconds; as long again from the end of prefill."""

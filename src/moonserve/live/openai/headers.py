@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from typing import Annotated, TypeAlias
+
+import msgspec
 
 from moonserve.core.errors import BadRequest
 from moonserve.core.request import Slo
@@ -27,7 +30,15 @@ _TRACE = ("traceparent", "tracestate", "baggage")
 """W3C's headers by which spans of several services form one trace."""
 MAX_PRIORITY = 100
 _MS = re.compile(r"[0-9]{1,9}(\.[0-9]{1,20})?")
-_NAME = re.compile(r"[A-Za-z0-9._:@/-]{0,64}")
+_NAME = re.compile(r"^[A-Za-z0-9._:@/-]{0,64}$")
+
+Ms: TypeAlias = Annotated[float, msgspec.Meta(ge=0.001, le=999_999_999)]
+"""An objective, in milliseconds."""
+Priority: TypeAlias = Annotated[int, msgspec.Meta(ge=-MAX_PRIORITY, le=MAX_PRIORITY)]
+Tenant: TypeAlias = Annotated[
+    str,
+    msgspec.Meta(pattern=_NAME.pattern, description="at most 64 letters, digits, or . _ : @ / -"),
+]
 _WHOLE = re.compile(r"[+-]?[0-9]{1,3}")
 
 

@@ -11,7 +11,7 @@ import re
 from collections.abc import Collection, Iterator, Mapping
 from functools import cache
 from types import UnionType
-from typing import Annotated, Any, Literal, TypeAlias, Union, get_args, get_origin
+from typing import Any, Literal, TypeAlias, Union, get_args, get_origin
 
 import msgspec
 
@@ -30,7 +30,7 @@ from moonserve.live.control.views import DecisionsAsked, ExplanationReply
 from moonserve.live.external.indexer_api import Query, Register, Unregister
 from moonserve.live.external.spec import InstanceSpec
 from moonserve.live.http.message import JSON, ErrorReply
-from moonserve.live.openai.headers import MAX_PRIORITY, PRIORITY, TBT, TENANT, TTFT
+from moonserve.live.openai.headers import PRIORITY, TBT, TENANT, TTFT, Ms, Priority, Tenant
 from moonserve.live.openai.messages import TokenCount
 from moonserve.live.openai.reply import Reply
 from moonserve.live.openai.request import BodyShape
@@ -73,13 +73,11 @@ class RouteText(msgspec.Struct, frozen=True):
     status: Literal[101, 200, 204] = 200
 
 
-_Ms = Annotated[float, msgspec.Meta(gt=0)]
-_Priority = Annotated[int, msgspec.Meta(ge=-MAX_PRIORITY, le=MAX_PRIORITY)]
 _OBJECTIVES = {
-    TTFT: (_Ms, "objective for the time to the first token, in milliseconds"),
-    TBT: (_Ms, "objective for the time between tokens, in milliseconds"),
-    PRIORITY: (_Priority, "higher ones go first; 0 by default"),
-    TENANT: (str, "tenants receive equal shares when capacity is short"),
+    TTFT: (Ms, "objective for the time to the first token, in milliseconds"),
+    TBT: (Ms, "objective for the time between tokens, in milliseconds"),
+    PRIORITY: (Priority, "higher ones go first; 0 by default"),
+    TENANT: (Tenant, "tenants receive equal shares when capacity is short"),
     "x-request-id": (str, "the id of the request; without it the gateway makes one"),
 }
 _STREAMED = ("text/event-stream",)
