@@ -16,7 +16,7 @@ from moonserve.live.control import control
 from moonserve.live.control.config import GatewayConfig
 from moonserve.live.http.client import ClientResponse, HttpClient
 from moonserve.live.http.server import App
-from moonserve.live.openai import external, messages, request, responses
+from moonserve.live.openai import external, messages, request, responses, unserved
 from moonserve.live.process import gateway
 from moonserve.live.process.fronts import ConductorProcess, FrontProcess
 from moonserve.live.process.gateway import Gateway
@@ -201,22 +201,25 @@ def properties(schema: dict[str, Any], document: Document) -> dict[str, Any]:
 
 def test_bodies_are_described_whole() -> None:
     """What the parsers decode for clients is what is described, in both kinds of gateways."""
-    for form, parsed in (("chat", request._ChatBody), ("completion", request._CompletionBody)):
+    for form, parsed, refused in (
+        ("chat", request._ChatBody, unserved.CHAT),
+        ("completion", request._CompletionBody, unserved.COMPLETION),
+    ):
         shape = request.generation_shape(form)  # type: ignore[arg-type]
-        described = {*shape.struct.__struct_fields__, *shape.harmless}
+        described = {*shape.struct.__struct_fields__, *shape.harmless, *refused.foreign}
         assert described == {*parsed.__struct_fields__}
         passed = external.body_shape(form)  # type: ignore[arg-type]
         assert {*external._RESERVED} < {*passed.hidden} < {*passed.struct.__struct_fields__}
 
 
 def test_bodies_of_responses_and_messages_are_described_whole() -> None:
-    """What the parsers decode is what is described."""
-    for shape, parsed in (
-        (responses.SHAPE, responses._ResponseBody),
-        (messages.SHAPE, messages._MessagesBody),
-        (messages.COUNT_SHAPE, messages._CountBody),
+    """What the parsers decode is what is described, and fields of sisters, which are refused."""
+    for shape, parsed, refused in (
+        (responses.SHAPE, responses._ResponseBody, unserved.RESPONSES),
+        (messages.SHAPE, messages._MessagesBody, unserved.MESSAGES),
+        (messages.COUNT_SHAPE, messages._CountBody, unserved.COUNT_TOKENS),
     ):
-        described = {*shape.struct.__struct_fields__, *shape.harmless}
+        described = {*shape.struct.__struct_fields__, *shape.harmless, *refused.foreign}
         assert described == {*parsed.__struct_fields__}
 
 

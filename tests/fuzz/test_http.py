@@ -16,7 +16,7 @@ from moonserve.live.api.own_text import OwnText
 from moonserve.live.http.client import HttpClient
 from moonserve.live.http.message import HttpRequest, Response, StreamingResponse, decode_json
 from moonserve.live.http.server import App, Server, serve
-from moonserve.live.openai.request import _UNSUPPORTED, ChatRequest, CompletionRequest
+from moonserve.live.openai.request import _ChatBody, _CompletionBody
 from tests.fuzz.cases import Looped, damaged, fuzz, no_bug_logged, numbers, words
 from tests.support.serving import ByteText, FakeServing, say
 
@@ -133,8 +133,8 @@ VALUES = (
     | st.lists(numbers | words | st.lists(numbers, max_size=2), max_size=3)
     | st.dictionaries(words, numbers | words, max_size=2)
 )  # fmt: skip
-CHAT_FIELDS = sorted({*ChatRequest.__struct_fields__, *_UNSUPPORTED, "user", "metadata"})
-TEXT_FIELDS = sorted({*CompletionRequest.__struct_fields__, *_UNSUPPORTED, "kv_transfer_params"})
+CHAT_FIELDS = sorted({*_ChatBody.__struct_fields__, "user", "metadata"})
+TEXT_FIELDS = sorted({*_CompletionBody.__struct_fields__, "kv_transfer_params"})
 PART = st.fixed_dictionaries({"type": words | st.just("text")}, optional={"text": VALUES})
 MESSAGE = st.fixed_dictionaries(
     {"role": st.sampled_from(["user", "system", "assistant", "tool", ""]) | VALUES},

@@ -326,7 +326,7 @@ BAD: list[tuple[tuple[str, Any], str | None]] = [
     (_said({"role": "user"}), "messages[1].content"),
     (_said({"role": "user", "content": 1}), "messages[1].content"),
     (_said({"role": "user", "content": [{"type": "image_url"}]}), "messages[1].content[0].type"),
-    (_said({"role": "user", "content": [{"type": "text"}]}), "messages[1].content[0].type"),
+    (_said({"role": "user", "content": [{"type": "text"}]}), "messages[1].content[0].text"),
     (_said({"role": "user", "content": [{}]}), "messages[1].content[0].type"),
     (_said({"role": "assistant", "tool_calls": [1]}), "messages[1].tool_calls"),
     (_said({"role": "user", "content": "forbidden"}), "messages"),
@@ -455,9 +455,12 @@ def test_unsupported_fields_say_so() -> None:
     async def use(rig: Rig) -> None:
         odd: list[Any] = [2, -1, 0, 1.5, [], True, "1"]
         for asked, message in [
-            *((_chat(best_of=n), "best_of: only 1 is supported here") for n in odd),
-            (_text(echo=0), "echo: only false is supported here"),
-            (_chat(tool_choice="x"), 'tool_choice: only "none" or "auto" is supported here'),
+            *((_chat(best_of=n), "best_of: only 1 is supported here; use n") for n in odd),
+            (_text(echo=0), "echo: only false is supported here; leave it out"),
+            (
+                _chat(tool_choice="x"),
+                'tool_choice: only "none" or "auto" is supported here; leave it out',
+            ),
             (_chat(guided_regex="x"), "guided_regex: not supported here; leave it out"),
         ]:
             error = json.loads((await rig.post(*asked)).body)["error"]

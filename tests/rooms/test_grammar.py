@@ -139,7 +139,7 @@ def test_a_schema_that_cannot_be_followed_is_refused(schema: Any) -> None:
         wanted = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
         reply = await rig.post(CHAT, {"model": "m", **HI, "response_format": wanted})
         assert reply.status == 400, reply.body
-        assert json.loads(reply.body)["error"]["param"] == "response_format"
+        assert json.loads(reply.body)["error"]["param"] == "response_format.json_schema.schema"
         assert not rig.serving.requests
 
     run(use)

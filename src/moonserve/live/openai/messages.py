@@ -6,7 +6,7 @@ BadRequest that names it; metadata, service_tier and cache_control change nothin
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import msgspec
@@ -16,7 +16,6 @@ from moonserve.core.units import Tokens
 from moonserve.live.http.message import decode_json
 from moonserve.live.openai.reply import ChoiceState, Usage, named_event
 from moonserve.live.openai.request import (
-    UNTOUCHED,
     BodyShape,
     ChatRequest,
     ContentPart,
@@ -28,23 +27,12 @@ from moonserve.live.openai.request import (
     check_parts,
     decode_stop_sequences,
     expect_items,
-    refuse_unless,
     shared,
 )
+from moonserve.live.openai.unserved import COUNT_TOKENS, MESSAGES, UNTOUCHED
 
 _FIELD = "messages"
 _ROLES = ("user", "assistant")
-_UNSERVED: Mapping[str, tuple[object, ...]] = {
-    "tools": ([],),
-    "tool_choice": ({"type": "auto"}, {"type": "none"}),
-    "thinking": ({"type": "disabled"},),
-    "container": (),
-    "mcp_servers": ([],),
-    "output_config": ({},),
-    "output_format": (),
-    "context_management": (),
-}
-"""Field -> the values that ask for nothing; null is always one of them."""
 
 
 class CountTokensRequest(msgspec.Struct, kw_only=True):
@@ -65,31 +53,16 @@ class MessagesRequest(SharedFields, kw_only=True):
     stop_sequences: list[str] | None = None
 
 
-class _CountBody(CountTokensRequest, kw_only=True):
-    """A body before its checks."""
-
-    tools: msgspec.Raw = UNTOUCHED
-    tool_choice: msgspec.Raw = UNTOUCHED
-    thinking: msgspec.Raw = UNTOUCHED
-    container: msgspec.Raw = UNTOUCHED
-    mcp_servers: msgspec.Raw = UNTOUCHED
-    output_config: msgspec.Raw = UNTOUCHED
-    output_format: msgspec.Raw = UNTOUCHED
-    context_management: msgspec.Raw = UNTOUCHED
-
-
-class _MessagesBody(_CountBody, kw_only=True):
-    """A body before its checks."""
-
+class _MessagesFields(SharedFields, kw_only=True):
+    model: str
+    messages: list[Message]
+    system: str | list[ContentPart] | None = None
     max_tokens: int
     stop_sequences: msgspec.Raw = UNTOUCHED
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    seed: int | None = None
-    ignore_eos: bool | None = None
-    stream: bool | None = None
-    cache_salt: str | None = None
+
+
+_CountBody = COUNT_TOKENS.added_to(CountTokensRequest)
+_MessagesBody = MESSAGES.added_to(_MessagesFields)
 
 
 class MessagesChat(ChatRequest, kw_only=True):
@@ -98,14 +71,15 @@ class MessagesChat(ChatRequest, kw_only=True):
     prompt_field: ClassVar[str] = _FIELD
 
 
-SHAPE = BodyShape(MessagesRequest, harmless=_UNSERVED)
-COUNT_SHAPE = BodyShape(CountTokensRequest, harmless=_UNSERVED)
+SHAPE = BodyShape(MessagesRequest, harmless=MESSAGES.harmless)
+COUNT_SHAPE = BodyShape(CountTokensRequest, harmless=COUNT_TOKENS.harmless)
 
 
 def parse_messages(body: bytes, max_messages: int) -> MessagesChat:
     """The request with every field checked. Raises BadRequest."""
     expect_items(_FIELD, max_messages)
     sent = decode_json(body, _MessagesBody)
+    MESSAGES.check(sent)
     at_least_one("max_tokens", sent.max_tokens)
     chat = MessagesChat(
         model=sent.model,
@@ -122,13 +96,12 @@ def parse_count(body: bytes, max_messages: int) -> MessagesChat:
     """The request to count the tokens of a prompt, with every field checked. Raises BadRequest."""
     expect_items(_FIELD, max_messages)
     sent = decode_json(body, _CountBody)
+    COUNT_TOKENS.check(sent)
     return MessagesChat(model=sent.model, messages=_conversation(sent, max_messages))
 
 
-def _conversation(sent: _CountBody, max_messages: int) -> list[Message]:
+def _conversation(sent: CountTokensRequest | _MessagesFields, max_messages: int) -> list[Message]:
     """The system prompt and the messages. Raises BadRequest."""
-    for name, harmless in _UNSERVED.items():
-        refuse_unless(name, getattr(sent, name), harmless)
     check_messages(sent.messages, _FIELD, max_messages, roles=_ROLES)
     if sent.system is None:
         return sent.messages

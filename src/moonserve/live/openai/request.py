@@ -9,10 +9,9 @@ long and that no check has bounded: such a field stays raw JSON until its length
 items is known.
 
 There are three kinds of fields. The structs below have the fields that are understood. A field of
-`_Unserved` is refused unless it asks for nothing, because to ignore it would change the answer.
-All other fields are ignored because they change nothing here: user, store, metadata,
-parallel_tool_calls, service_tier, safety_identifier, prompt_cache_key, reasoning_effort, verbosity,
-and every unknown field.
+`unserved` is refused unless it asks for nothing. All other fields are ignored because they change
+nothing here: user, store, metadata, parallel_tool_calls, service_tier, safety_identifier,
+prompt_cache_key, reasoning_effort, verbosity, and every field that no API has.
 """
 
 from __future__ import annotations
@@ -28,6 +27,7 @@ from moonserve.core.errors import BadRequest
 from moonserve.core.request import Penalties, Sampling, Shaping, Stopping
 from moonserve.core.units import Bytes, Tokens, whole_number
 from moonserve.live.http.message import COUNT_TOKENS, MESSAGES, decode_json
+from moonserve.live.openai.unserved import CHAT, COMPLETION, UNTOUCHED, Refused, refuse_unless
 from moonserve.live.text.grammar import ANY_OBJECT
 
 Form: TypeAlias = Literal[
@@ -76,12 +76,8 @@ _STOP_BYTES = 256 << 10
 _STOP_IDS_BYTES = 8 << 10
 _BIAS_BYTES = 64 << 10
 _SCHEMA_BYTES = 64 << 10
-_NOTHING_BYTES = 256
-"""More JSON than any value has that asks for nothing."""
 _OPENED = 2
 """Brackets of a list with one list of token ids."""
-UNTOUCHED = msgspec.Raw(b"")
-"""The value of a raw field that the body does not have."""
 _LONG_FIELDS = (
     ("stop", _STOP_BYTES),
     ("stop_token_ids", _STOP_IDS_BYTES),
@@ -89,33 +85,9 @@ _LONG_FIELDS = (
     ("response_format", _SCHEMA_BYTES),
 )
 _FIRST_ITEM = re.compile(rb"\[[ \t\r\n]*(.)", re.DOTALL)
-_NO_CALLS: tuple[object, ...] = ([], {}, "", False, 0)
+_NO_CALLS = Refused(([], {}, "", False, 0), "leave it out; send text only")
 _TEXT = ("text",)
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
-
-_UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
-    "best_of": (1,),
-    "echo": (False,),
-    "suffix": ("",),
-    "min_p": (0,),
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
-    "functions": ([],),
-    "function_call": ("none", "auto"),
-    "guided_json": (),
-    "guided_regex": (),
-    "structured_outputs": (),
-    "modalities": (["text"],),
-    "audio": (),
-    "prediction": (),
-    "web_search_options": (),
-    "chat_template": (),
-    "chat_template_kwargs": ({},),
-    "continue_final_message": (False,),
-    "add_generation_prompt": (True,),
-    "prompt_embeds": (),
-}
-"""Field -> the values that ask for nothing; null is always one of them."""
 
 
 class BodyShape(msgspec.Struct, frozen=True):
@@ -253,37 +225,16 @@ _SERVED: Mapping[Form, type[GenerationRequest]] = {
 }
 
 
-class _Unserved(_Common, kw_only=True):
-    """A body before its checks: the fields that our workers do not serve, and those that may be
-    long."""
+class _GenerationBody(_Common, kw_only=True):
+    """A body before its checks: fields that may be long are raw."""
 
-    best_of: msgspec.Raw = UNTOUCHED
-    echo: msgspec.Raw = UNTOUCHED
-    suffix: msgspec.Raw = UNTOUCHED
-    min_p: msgspec.Raw = UNTOUCHED
-    tools: msgspec.Raw = UNTOUCHED
-    tool_choice: msgspec.Raw = UNTOUCHED
-    functions: msgspec.Raw = UNTOUCHED
-    function_call: msgspec.Raw = UNTOUCHED
-    guided_json: msgspec.Raw = UNTOUCHED
-    guided_regex: msgspec.Raw = UNTOUCHED
-    structured_outputs: msgspec.Raw = UNTOUCHED
-    modalities: msgspec.Raw = UNTOUCHED
-    audio: msgspec.Raw = UNTOUCHED
-    prediction: msgspec.Raw = UNTOUCHED
-    web_search_options: msgspec.Raw = UNTOUCHED
-    chat_template: msgspec.Raw = UNTOUCHED
-    chat_template_kwargs: msgspec.Raw = UNTOUCHED
-    continue_final_message: msgspec.Raw = UNTOUCHED
-    add_generation_prompt: msgspec.Raw = UNTOUCHED
-    prompt_embeds: msgspec.Raw = UNTOUCHED
     stop: msgspec.Raw = UNTOUCHED
     stop_token_ids: msgspec.Raw = UNTOUCHED
     logit_bias: msgspec.Raw = UNTOUCHED
     response_format: msgspec.Raw = UNTOUCHED
 
 
-class _ChatBody(_Unserved, kw_only=True):
+class _ChatFields(_GenerationBody, kw_only=True):
     model: str
     messages: list[Message]
     max_completion_tokens: int | None = None
@@ -291,10 +242,14 @@ class _ChatBody(_Unserved, kw_only=True):
     top_logprobs: int | None = None
 
 
-class _CompletionBody(_Unserved, kw_only=True):
+class _CompletionFields(_GenerationBody, kw_only=True):
     model: str
     prompt: msgspec.Raw
     logprobs: int | None = None
+
+
+_ChatBody = CHAT.added_to(_ChatFields)
+_CompletionBody = COMPLETION.added_to(_CompletionFields)
 
 
 class _Stops(msgspec.Struct):
@@ -320,7 +275,8 @@ class _Texts(msgspec.Struct):
 
 def generation_shape(form: Form) -> BodyShape:
     """The fields of a body of chat or completions that our workers serve."""
-    return BodyShape(_SERVED[form], harmless=_UNSUPPORTED)
+    refused = CHAT if form == "chat" else COMPLETION
+    return BodyShape(_SERVED[form], harmless=refused.harmless)
 
 
 def expect_items(field: str, max_messages: int) -> None:
@@ -336,7 +292,7 @@ def parse_chat(body: bytes, max_messages: int) -> ChatRequest:
     """The request with every field checked. Raises BadRequest."""
     expect_items("messages", max_messages)
     sent = decode_json(body, _ChatBody)
-    _refuse_unsupported(sent)
+    CHAT.check(sent)
     stops = _stops(sent)
     request = ChatRequest(
         model=sent.model,
@@ -354,7 +310,7 @@ def parse_chat(body: bytes, max_messages: int) -> ChatRequest:
     at_least_one("max_completion_tokens", request.max_completion_tokens)
     within("top_logprobs", request.top_logprobs, 0, MOST_LOGPROBS)
     if request.top_logprobs and not request.logprobs:
-        raise BadRequest("top_logprobs: only allowed with logprobs", "top_logprobs")
+        raise BadRequest("top_logprobs: needs logprobs too; set it to true", "top_logprobs")
     check_messages(request.messages, "messages", max_messages)
     return request
 
@@ -365,7 +321,7 @@ def parse_completion(body: bytes, max_ids: Tokens) -> CompletionRequest:
     max_ids: the longest context of any model. Raises BadRequest.
     """
     sent = decode_json(body, _CompletionBody)
-    _refuse_unsupported(sent)
+    COMPLETION.check(sent)
     stops = _stops(sent)
     request = CompletionRequest(
         model=sent.model,
@@ -436,7 +392,9 @@ def single_prompt(request: CompletionRequest, vocab_size: int, max_len: Tokens) 
     path = "prompt"
     if not isinstance(first, int):
         if len(prompt) > 1:
-            raise BadRequest("prompt: only one prompt is possible here", "prompt")
+            raise BadRequest(
+                "prompt: only one prompt is possible here; send one request for each", "prompt"
+            )
         if isinstance(first, str):
             return first
         prompt = [*first]
@@ -553,39 +511,7 @@ def shared(sent: msgspec.Struct) -> dict[str, Any]:
     return dict(zip(SharedFields.__struct_fields__, _shared_of(sent), strict=True))
 
 
-_unsupported_of = attrgetter(*_UNSUPPORTED)
-_NONE_SENT = (UNTOUCHED,) * len(_UNSUPPORTED)
-
-
-def _refuse_unsupported(sent: _Unserved) -> None:
-    raws = _unsupported_of(sent)
-    if raws == _NONE_SENT:  # the usual case, in one comparison
-        return
-    for (name, harmless), raw in zip(_UNSUPPORTED.items(), raws, strict=True):
-        refuse_unless(name, raw, harmless)
-
-
-def refuse_unless(name: str, raw: msgspec.Raw, harmless: tuple[object, ...]) -> None:
-    """Raise BadRequest for a field that has another value than these or null."""
-    if raw is UNTOUCHED or _is_any_of(bytes(raw), harmless):
-        return
-    only = " or ".join(msgspec.json.encode(h).decode() for h in harmless)
-    what = f"only {only} is supported here" if only else "not supported here; leave it out"
-    raise BadRequest(f"{name}: {what}", name, "unsupported_parameter")
-
-
-def _is_any_of(raw: bytes, values: tuple[object, ...]) -> bool:
-    """Whether this JSON is null or one of the values."""
-    if len(raw) > _NOTHING_BYTES:
-        return False
-    value = decode_json(raw, object)
-    # True == 1 in Python, not in JSON.
-    return value is None or any(
-        value == one and isinstance(value, bool) == isinstance(one, bool) for one in values
-    )
-
-
-def _stops(sent: _Unserved) -> _Stops:
+def _stops(sent: _GenerationBody) -> _Stops:
     """What ends a generation, decoded now that its length is known. Raises BadRequest."""
     fields = []
     for name, most in _LONG_FIELDS:
@@ -648,7 +574,9 @@ def check(request: GenerationRequest) -> None:
     within("repetition_penalty", request.repetition_penalty, *REPETITION)
     _check_bias(request.logit_bias or {})
     if wants_usage(request) and not request.stream:
-        raise BadRequest("stream_options: only allowed with stream", "stream_options")
+        raise BadRequest(
+            "stream_options: only allowed with stream; set it to true too", "stream_options"
+        )
     _check_stops(request)
     if request.cache_salt is not None and not 1 <= len(request.cache_salt) <= _MAX_SALT_CHARS:
         what = f"must have 1 to {_MAX_SALT_CHARS} characters"
@@ -709,11 +637,7 @@ def _check_message(
             f"{path}.role: {message.role[:40]!r} is not one of {', '.join(roles)}", f"{path}.role"
         )
     for name in ("tool_calls", "function_call"):
-        raw = getattr(message, name)
-        if raw is not UNTOUCHED and not _is_any_of(bytes(raw), _NO_CALLS):
-            raise BadRequest(
-                f"{path}.{name}: not supported here", f"{path}.{name}", "unsupported_parameter"
-            )
+        refuse_unless(f"{path}.{name}", getattr(message, name), _NO_CALLS)
     if message.content is None:
         raise BadRequest(f"{path}.content: must be text or text parts", f"{path}.content")
     check_parts(message.content, f"{path}.content", parts)
@@ -726,9 +650,12 @@ def check_parts(
     if isinstance(content, str):
         return
     for i, part in enumerate(content):
-        if part.type not in types or part.text is None:
-            where = f"{path}[{i}]"
-            raise BadRequest(f"{where}: only text parts are supported", f"{where}.type")
+        where = f"{path}[{i}]"
+        if part.type not in types:
+            what = f"{part.type[:40]!r} is not supported here; send parts of text"
+            raise BadRequest(f"{where}.type: {what}", f"{where}.type", "unsupported_parameter")
+        if part.text is None:
+            raise BadRequest(f"{where}.text: is missing", f"{where}.text")
 
 
 def at_least_one(name: str, value: int | None) -> None:

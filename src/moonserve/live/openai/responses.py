@@ -6,7 +6,7 @@ else is a BadRequest that names it; the fields store (false), metadata and user 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar, Literal
 
 import msgspec
@@ -17,7 +17,6 @@ from moonserve.core.units import Tokens
 from moonserve.live.http.message import decode_json
 from moonserve.live.openai.reply import ChoiceState, Usage, named_event
 from moonserve.live.openai.request import (
-    UNTOUCHED,
     BodyShape,
     ChatRequest,
     Message,
@@ -27,28 +26,14 @@ from moonserve.live.openai.request import (
     check,
     check_messages,
     expect_items,
-    refuse_unless,
     shared,
 )
+from moonserve.live.openai.unserved import RESPONSES, UNTOUCHED, Refused, refuse_unless
 
 _FIELD = "input"
 _PARTS = ("input_text", "output_text", "text")
 _MAX_METADATA_BYTES = 32 << 10
-_UNSERVED: Mapping[str, tuple[object, ...]] = {
-    "previous_response_id": (),
-    "conversation": (),
-    "prompt": (),
-    "background": (False,),
-    "store": (False,),
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
-    "text": ({}, {"format": {"type": "text"}}),
-    "include": ([],),
-    "top_logprobs": (0,),
-    "truncation": ("disabled",),
-    "context_management": ([],),
-}
-"""Field -> the values that ask for nothing; null is always one of them."""
+_TEXT_ONLY = Refused(("text",), "use response_format in /v1/chat/completions")
 
 
 class ResponseItem(Message, kw_only=True):
@@ -56,6 +41,18 @@ class ResponseItem(Message, kw_only=True):
 
     role: str = ""
     type: str = "message"
+
+
+class AskedFormat(msgspec.Struct):
+    """The form of the output."""
+
+    type: msgspec.Raw = UNTOUCHED
+
+
+class AskedText(msgspec.Struct):
+    """How the text is to be made; verbosity changes nothing here, as in chat."""
+
+    format: AskedFormat | None = None
 
 
 class ResponseRequest(SharedFields, kw_only=True):
@@ -66,25 +63,12 @@ class ResponseRequest(SharedFields, kw_only=True):
     instructions: str | None = None
     max_output_tokens: int | None = None
     stream_options: StreamOptions | None = None
+    text: AskedText | None = None
     metadata: msgspec.Raw = UNTOUCHED
     user: str | None = None
 
 
-class _ResponseBody(ResponseRequest, kw_only=True):
-    """A body before its checks."""
-
-    previous_response_id: msgspec.Raw = UNTOUCHED
-    conversation: msgspec.Raw = UNTOUCHED
-    prompt: msgspec.Raw = UNTOUCHED
-    background: msgspec.Raw = UNTOUCHED
-    store: msgspec.Raw = UNTOUCHED
-    tools: msgspec.Raw = UNTOUCHED
-    tool_choice: msgspec.Raw = UNTOUCHED
-    text: msgspec.Raw = UNTOUCHED
-    include: msgspec.Raw = UNTOUCHED
-    top_logprobs: msgspec.Raw = UNTOUCHED
-    truncation: msgspec.Raw = UNTOUCHED
-    context_management: msgspec.Raw = UNTOUCHED
+_ResponseBody = RESPONSES.added_to(ResponseRequest)
 
 
 class _GivenMetadata(msgspec.Struct):
@@ -98,15 +82,16 @@ class ResponseChat(ChatRequest, kw_only=True):
     asked: ResponseRequest
 
 
-SHAPE = BodyShape(ResponseRequest, harmless=_UNSERVED)
+SHAPE = BodyShape(ResponseRequest, harmless=RESPONSES.harmless)
 
 
 def parse_response(body: bytes, max_messages: int) -> ResponseChat:
     """The request with every field checked. Raises BadRequest."""
     expect_items(_FIELD, max_messages)
     sent = decode_json(body, _ResponseBody)
-    for name, harmless in _UNSERVED.items():
-        refuse_unless(name, getattr(sent, name), harmless)
+    RESPONSES.check(sent)
+    if sent.text is not None and sent.text.format is not None:
+        refuse_unless("text.format.type", sent.text.format.type, _TEXT_ONLY)
     at_least_one("max_output_tokens", sent.max_output_tokens)
     _check_metadata(bytes(sent.metadata))
     messages = _messages(sent)

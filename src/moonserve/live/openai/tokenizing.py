@@ -15,7 +15,6 @@ from moonserve.core.errors import BadRequest
 from moonserve.core.units import Tokens
 from moonserve.live.http.message import decode_json
 from moonserve.live.openai.request import (
-    UNTOUCHED,
     BodyShape,
     ChatRequest,
     CompletionRequest,
@@ -23,8 +22,8 @@ from moonserve.live.openai.request import (
     context_exceeded,
     parse_chat,
     parse_completion,
-    refuse_unless,
 )
+from moonserve.live.openai.unserved import UNTOUCHED
 from moonserve.live.text.tools import TextTools
 
 
@@ -64,7 +63,6 @@ class _TokenizeBody(msgspec.Struct):
 
     prompt: msgspec.Raw = UNTOUCHED
     messages: msgspec.Raw = UNTOUCHED
-    add_special_tokens: msgspec.Raw = UNTOUCHED
     return_token_strs: bool | None = None
 
 
@@ -91,11 +89,9 @@ def parse_tokenize(body: bytes, max_messages: int, max_ids: Tokens) -> tuple[_Pr
     sent = decode_json(body, _TokenizeBody)
     texts = bool(sent.return_token_strs)
     if sent.messages is not UNTOUCHED:
-        refuse_unless("add_special_tokens", sent.add_special_tokens, (False,))
         return parse_chat(body, max_messages), texts
     if sent.prompt is UNTOUCHED:
         raise BadRequest("prompt or messages: is missing", "prompt")
-    refuse_unless("add_special_tokens", sent.add_special_tokens, (True,))
     return parse_completion(body, max_ids), texts
 
 

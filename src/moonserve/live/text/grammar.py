@@ -14,6 +14,7 @@ from moonserve.core.errors import BadRequest, EngineFailed, PackageMissing
 from moonserve.live.text.tokenizer import Tokenizer
 
 PARAM = "response_format"
+_SCHEMA = f"{PARAM}.json_schema.schema"
 ANY_OBJECT = '{"type":"object"}'
 """The schema of every JSON object."""
 _MISSING = (
@@ -31,10 +32,10 @@ def check_schema(schema: str) -> None:
     try:
         grammar = _compiled(library, schema)
     except ValueError as error:
-        raise BadRequest(f"{PARAM}: {error}", PARAM) from None
+        raise BadRequest(f"{_SCHEMA}: {error}", _SCHEMA) from None
     wrong = library.LLMatcher.validate_grammar(grammar)
     if wrong:
-        raise BadRequest(f"{PARAM}: the schema cannot be followed: {wrong[:300]}", PARAM)
+        raise BadRequest(f"{_SCHEMA}: cannot be followed: {wrong[:300]}", _SCHEMA)
 
 
 def _library(where: str) -> Any:
@@ -101,7 +102,7 @@ class Grammars:
             self._known = library.LLTokenizer(wrapped, eos_token=eos)
         matcher = library.LLMatcher(self._known, _compiled(library, schema), log_level=0)
         if matcher.is_error():
-            raise BadRequest(f"{PARAM}: {matcher.get_error()[:300]}", PARAM)
+            raise BadRequest(f"{_SCHEMA}: {matcher.get_error()[:300]}", _SCHEMA)
         grammar = Grammar(matcher, self._tokenizer.eos_ids)
         if generated:
             grammar.take(generated)
