@@ -138,6 +138,18 @@ def test_every_route_is_described_and_every_described_route_exists(
     asyncio.run(body())
 
 
+def test_a_conductor_says_who_serves_clients(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client that was given its address learns that it needs a gateway's."""
+
+    async def body() -> None:
+        async with served("conductor", monkeypatch) as it:
+            reply = await it.call("POST", "/v1/chat/completions")
+            assert reply.status == 404
+            assert b"a Conductor serves no clients; send the request to a gateway" in reply.body
+
+    asyncio.run(body())
+
+
 def test_all_descriptions_are_of_some_process(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -258,6 +258,25 @@ def test_errors_have_openai_shape_and_the_request_id(
     run(use, max_body_bytes=10_000)
 
 
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("/v1/echo", "there is no path /v1/echo for POST; did you mean /echo?"),
+        ("/nowhere", "there is no path /nowhere for POST"),
+        ("/elsewhere", "there is no path /elsewhere here: use /echo"),
+    ],
+)
+def test_a_path_that_is_not_here_names_the_one_that_is(path: str, message: str) -> None:
+    """Clients often leave out /v1, or add it twice, and some paths are of other processes."""
+
+    async def use(rig: Rig, server: Server, url: str) -> None:
+        reply = await ask(url + path, "POST", body=b"{}")
+        assert reply.status == 404
+        assert json.loads(reply.body)["error"]["message"] == message
+
+    run(use, absent={"/elsewhere": "use /echo"})
+
+
 @pytest.mark.parametrize("given", ["x" * 128, "a.b_c:d@e-F9", "...", ".a"])
 def test_sane_request_ids_are_kept(given: str) -> None:
     """A request id of letters, digits and ._:@- is the client's."""

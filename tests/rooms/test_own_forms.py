@@ -281,6 +281,28 @@ def test_a_400_names_the_field(path: str, more: dict[str, Any], param: str) -> N
     run(use)
 
 
+@pytest.mark.parametrize(
+    ("path", "remedy"),
+    [
+        ("/v1/embeddings", "engines serve it if they have an embedding model"),
+        ("/v1/rerank", "reranking model; with others compare /v1/embeddings"),
+        ("/score", "with others use /v1/rerank"),
+    ],
+)
+def test_a_path_of_external_engines_names_them(path: str, remedy: str) -> None:
+    """The 404 says which gateway and which engines serve it."""
+
+    async def use(rig: Rig) -> None:
+        reply = await rig.post(path, {"model": "m", "input": "a"})
+        message = json.loads(reply.body)["error"]["message"]
+        assert reply.status == 404
+        assert message.startswith(f"there is no path {path} here: workers of moonserve do not")
+        assert "moonserve gateway --url ENGINE" in message
+        assert message.endswith(remedy)
+
+    run(use)
+
+
 @pytest.mark.parametrize("path", ["/v1/chat/completions", RESPONSES, MESSAGES, COUNT])
 def test_tools_are_refused_by_what_the_template_knows(path: str) -> None:
     """If its template has no place for tools, the 400 blames the model, and else our workers."""

@@ -463,6 +463,18 @@ def test_addresses_of_engines_stay_here(address: str) -> None:
     assert plain(CallLost("e answered 500"), name) == "e answered 500"
 
 
+def test_an_engine_without_the_path_is_named_as_that() -> None:
+    """Frameworks answer so for a path that they do not have; a missing model has a message."""
+    said = msgspec.json.decode(refusal(404, b'{"detail":"Not Found"}', "rerank"))["error"]
+    assert said["message"] == (
+        "the engine has no path /v1/rerank: engines serve it if they have a reranking model; with"
+        " others compare /v1/embeddings"
+    )
+    model = b'{"error":{"message":"The model `x` does not exist."}}'
+    said = msgspec.json.decode(refusal(404, model, "rerank"))["error"]
+    assert said["message"] == "The model `x` does not exist."
+
+
 @pytest.mark.parametrize(
     ("body", "message", "param", "code"),
     [
@@ -489,7 +501,7 @@ def test_a_4xx_of_an_engine_has_no_address(
     body: bytes, message: str, param: str | None, code: int | None
 ) -> None:
     """Its message reaches the client in OpenAI's shape, whatever shape the engine's answer has."""
-    error = msgspec.json.decode(refusal(422, body, ""))["error"]
+    error = msgspec.json.decode(refusal(422, body, "chat"))["error"]
     assert error["message"].startswith(message)
     assert "10.0.0" not in error["message"]
     assert (error["param"], error["code"]) == (param, code)

@@ -69,7 +69,8 @@ def run(
             serving = FakeServing(*script)
             backend = OwnText(serving, lambda model: text or ByteText(), limits)
             gateway = Front(backend)
-            server = await serve(App(gateway.routes(), gateway.prefixes(), **app), "127.0.0.1", 0)
+            routes = gateway.routes(), gateway.prefixes()
+            server = await serve(App(*routes, absent=gateway.absent(), **app), "127.0.0.1", 0)
             rig = Rig(serving, backend, gateway, server)
             try:
                 await use(rig)

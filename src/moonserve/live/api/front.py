@@ -28,7 +28,7 @@ from moonserve.live.drive.metrics import RequestMetrics
 from moonserve.live.health import Health
 from moonserve.live.http.message import HttpRequest, Response, StreamingResponse, json_response
 from moonserve.live.http.server import Handler, ProcessPart
-from moonserve.live.openai.request import PATHS, BodyShape, Form
+from moonserve.live.openai.request import PATHS, SERVED_BY, BodyShape, Form
 from moonserve.live.ports import ModelCard
 
 _MODELS = "/v1/models"
@@ -147,6 +147,15 @@ class Front:
         """The fields of bodies, by path."""
         backend = self._backend
         return {PATHS[form]: backend.body_shape(form) for form in backend.forms}
+
+    def absent(self) -> dict[str, str]:
+        """The paths that only other backends serve, each with which ones."""
+        return {
+            path: "workers of moonserve do not serve it, but a gateway before external engines does"
+            f" (moonserve gateway --url ENGINE); {SERVED_BY[form]}"
+            for form, path in PATHS.items()
+            if form not in self._backend.forms
+        }
 
     def drain(self) -> None:
         """From now on answer new generations, and /ready, with 503; everything else goes on.

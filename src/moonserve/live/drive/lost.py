@@ -16,7 +16,9 @@ from moonserve.core.errors import UNREADABLE, MoonserveError
 from moonserve.core.units import InstanceId
 from moonserve.live.http.client import UpstreamError
 from moonserve.live.http.message import JSON, ErrorBody, shaped
+from moonserve.live.openai.request import PATHS, SERVED_BY, Form
 
+_NOT_FOUND = 404
 _MOST_CHARS = 4_000
 """Of an engine's message; a longer one is cut."""
 _LOGGED_BYTES = 500
@@ -40,12 +42,13 @@ def logged(body: bytes) -> str:
     return body[:_LOGGED_BYTES].decode("utf-8", "replace")
 
 
-def refusal(status: int, body: bytes, path: str) -> bytes:
+def refusal(status: int, body: bytes, form: Form) -> bytes:
     """What the client gets of an engine's 4xx about its request: the message in the path's shape.
 
     If the engine does not answer in that shape, the client gets the status only: then the answer
     may come from something between this gateway and the engine.
     """
+    path = PATHS[form]
     try:
         given = msgspec.json.decode(body, type=dict[str, Any])
     except UNREADABLE:
@@ -55,6 +58,8 @@ def refusal(status: int, body: bytes, path: str) -> bytes:
     message = found.get("message")
     if not isinstance(message, str):
         found, message = {}, f"the engine refused the request with status {status}"
+        if status == _NOT_FOUND:
+            message = f"the engine has no path {path}: {SERVED_BY[form]}"
     error = ErrorBody(
         without_addresses(message)[:_MOST_CHARS],
         _text(found.get("type")) or "invalid_request_error",

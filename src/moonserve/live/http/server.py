@@ -60,6 +60,7 @@ Routes: TypeAlias = dict[tuple[str, str], Handler]
 """Handlers by (method, path)."""
 
 _NO_LIMITS: Mapping[str, Bytes] = {}
+_NONE_ABSENT: Mapping[str, str] = {}
 _NO_HEADERS: Mapping[str, str] = {}
 _DISCARD_BYTES = 64 << 20
 _DISCARD_S = 5.0
@@ -627,8 +628,10 @@ class App:
     routes: (method, path) -> handler. prefixes: (method, path prefix) -> handler; the longest
     prefix wins. The caller may add to both before `serve`. HEAD goes to the handler of GET.
     body_limits: path prefix -> bytes, instead of max_body_bytes; the longest prefix wins. fallback:
-    serves all other paths, with any method. gate: refuses requests; None: all are served.
-    certified: only clients with a TLS certificate may call paths that begin so. A handler's
+    serves all other paths, with any method. absent: paths that clients may expect here -> why they
+    are not here, and what to use instead; `fallback` gets none of them. gate: refuses requests;
+    None: all are served. certified: only clients with a TLS certificate may call paths that begin
+    so. A handler's
     MoonserveError becomes a reply with its status in OpenAI's error shape; any other exception
     becomes a 500 without details.
     """
@@ -647,6 +650,7 @@ class App:
         place_limits: PlaceLimits = PlaceLimits(),  # noqa: B008 - frozen
         stall_timeout_s: float = 60.0,
         fallback: Handler | None = None,
+        absent: Mapping[str, str] = _NONE_ABSENT,
         gate: Gate | None = None,
         certified: Sequence[str] = (),
         name: str = "moonserve",
@@ -654,6 +658,7 @@ class App:
         self.routes = dict(routes)
         self.prefixes = dict(prefixes or {})
         self._fallback = fallback
+        self._absent = absent
         self._gate = gate
         self._certified = tuple(certified)
         self.name = name
@@ -749,9 +754,19 @@ class App:
         if found:
             allowed = sorted(found | {"HEAD"} if "GET" in found else found)
             raise MethodNotAllowed(f"{path} accepts {', '.join(allowed)}, not {method}", allowed)
+        if path in self._absent:
+            raise NotFound(f"there is no path {path} here: {self._absent[path]}")
         if self._fallback is not None:
             return self._fallback
-        raise NotFound(f"there is no path {path} for {method}")
+        raise NotFound(f"there is no path {path} for {method}{self._meant(method, path)}")
+
+    def _meant(self, method: str, path: str) -> str:
+        """The path that a client meant who has left out /v1 or has added it twice."""
+        for known_method, known in self.routes:
+            has_end = known.endswith(path) or path.endswith(known)
+            if known_method == method and known != "/" and has_end:
+                return f"; did you mean {known}?"
+        return ""
 
     def _head(self, request: HttpRequest, reply: Response | StreamingResponse) -> bytes:
         second = int(time.time())

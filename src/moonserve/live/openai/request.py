@@ -56,6 +56,22 @@ PATHS: Mapping[Form, str] = {
     "detokenize": "/detokenize",
 }
 
+_IN_CHAT = "newer versions of vLLM serve it; with others use /v1/chat/completions"
+SERVED_BY: Mapping[Form, str] = {
+    "chat": "engines serve it if their model generates text and has a chat template; with others"
+    " use /v1/completions",
+    "completion": "engines serve it if their model generates text",
+    "responses": _IN_CHAT,
+    "messages": _IN_CHAT,
+    "count_tokens": "newer versions of vLLM serve it; with others use /tokenize",
+    "embeddings": "engines serve it if they have an embedding model",
+    "rerank": "engines serve it if they have a reranking model; with others compare /v1/embeddings",
+    "score": "vLLM serves it with a reranking model; with others use /v1/rerank",
+    "tokenize": "vLLM serves it",
+    "detokenize": "vLLM serves it",
+}
+"""Which external engines have a path, and what to use with others."""
+
 MOST_CHOICES = 32
 """The most choices of one request, of all its prompts together."""
 MOST_LOGPROBS = 20

@@ -149,6 +149,11 @@ class PickerFront:
         """None."""
         return {}
 
+    def absent(self) -> dict[str, str]:
+        """The paths of models."""
+        what = "a picker serves no clients; send the request to the proxy before the engines"
+        return dict.fromkeys(PATHS.values(), what)
+
     def drain(self) -> None:
         """From now on answer new requests, and readiness, with 503; everything else goes on."""
         self._limiter.draining = True

@@ -27,7 +27,7 @@ from moonserve.live.http.server import (
     serve,
     serve_socket,
 )
-from moonserve.live.openai.request import BodyShape
+from moonserve.live.openai.request import PATHS, BodyShape
 from moonserve.live.ports import Conducting
 from moonserve.live.process.about import About
 from moonserve.live.process.metrics import ProcessKind, ProcessMetrics
@@ -42,6 +42,9 @@ port."""
 _CUT_S = 1.0
 """How long clients may take to read why their requests were ended."""
 _CUT = "this server is stopping, and running requests have had their time; send the request again"
+_NO_CLIENTS = dict.fromkeys(
+    PATHS.values(), "a Conductor serves no clients; send the request to a gateway of its cluster"
+)
 
 
 class ClientSide(Protocol):
@@ -59,6 +62,9 @@ class ClientSide(Protocol):
 
     def body_shapes(self) -> dict[str, BodyShape]:
         """The fields of bodies, by path."""
+
+    def absent(self) -> dict[str, str]:
+        """Paths that clients may expect here, each with why it is not here and what to use."""
 
     def drain(self) -> None:
         """Refuse new requests from now on."""
@@ -141,6 +147,7 @@ class Process:
                     files_each=2,  # a request needs one for its client, and one for an instance
                 ),
                 fallback=fallback,
+                absent=_NO_CLIENTS if self._front is None else self._front.absent(),
                 gate=self._guard,
                 certified=() if self._config.tls_client_auth == "none" else ("/internal/",),
                 name=self._name,

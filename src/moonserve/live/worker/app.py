@@ -35,6 +35,7 @@ from moonserve.live.http.message import (
 from moonserve.live.http.server import App, Handler, Reply, Routes
 from moonserve.live.openai import headers
 from moonserve.live.openai.reply import event, reply_head
+from moonserve.live.openai.request import PATHS
 from moonserve.live.openai.text import TextStream
 from moonserve.live.text.grammar import Grammar, Grammars
 from moonserve.live.text.tokenizer import Tokenizer
@@ -55,6 +56,12 @@ from moonserve.live.worker.wire import (
     parse_packed,
 )
 from moonserve.live.worker.workbench import Workbench
+
+_FOR_GATEWAYS = {
+    path: "a worker serves /v1/completions for its gateway only; send the request to the gateway"
+    for form, path in PATHS.items()
+    if form != "completion"
+}
 
 
 class WorkerApp:
@@ -98,6 +105,7 @@ class WorkerApp:
                 ("GET", "/debug/stages"): self._stages,
                 **(more or {}),
             },
+            absent=_FOR_GATEWAYS,
             gate=self._guard,
             name=f"worker {self.info.id}",
         )
