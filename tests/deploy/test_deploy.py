@@ -71,6 +71,19 @@ RENDERED: Mapping[str, Sequence[str]] = {
         "tls.issuer.name=ca",
         "serviceMonitor.enabled=true",
     ),
+    "standby and TLS": (
+        "conductor.replicas=2",
+        "conductor.registry=etcds://etcd:2379",
+        "tls.enabled=true",
+        "tls.issuer.name=ca",
+    ),
+    "workers, standby and TLS": (
+        *WITHOUT_ENGINES,
+        "conductor.replicas=2",
+        "conductor.registry=etcds://etcd:2379",
+        "tls.enabled=true",
+        "tls.issuer.name=ca",
+    ),
     "workers": (*WITHOUT_ENGINES, "autoscaling.kind=keda", "serviceMonitor.enabled=true"),
     "workers and standby": (
         *WITHOUT_ENGINES,
@@ -255,7 +268,7 @@ def test_the_chart_runs_moonserves_commands(name: str, tmp_path: Path) -> None:
     objects = rendered(name)
     commands = [it.checked(tmp_path)[0] for it in of_objects(objects)]
     workers = "workers" in name
-    store = ["serve"] if name == "workers and standby" else []
+    store = ["serve"] if "workers" in name and "standby" in name else []
     picker = ["picker"] if name in ("picker", "TLS") else []
     expected = ["conductor", "gateway", *picker, *store, *(["worker", "worker"] if workers else [])]
     assert sorted(commands) == sorted(expected)
@@ -285,6 +298,16 @@ def test_the_charts_names_meet(name: str) -> None:
         assert mounts == volumes
     made = {(it["kind"], it["metadata"]["name"]) for it in objects}
     for it in objects:
+        if it["kind"] == "StatefulSet":  # its pods have names if a Service without an address does
+            (service,) = [
+                has
+                for has in objects
+                if (has["kind"], has["metadata"]["name"]) == ("Service", it["spec"]["serviceName"])
+            ]
+            assert service["spec"]["clusterIP"] == "None"
+            assert service["spec"]["publishNotReadyAddresses"]
+            have = it["spec"]["template"]["metadata"]["labels"].items()
+            assert service["spec"]["selector"].items() <= have
         if it["kind"] in ("HorizontalPodAutoscaler", "ScaledObject"):
             target = it["spec"]["scaleTargetRef"]
             assert (target["kind"], target["name"]) in made or "vllm-" in target["name"]
@@ -308,6 +331,9 @@ def test_with_tls_nothing_is_called_in_clear(name: str) -> None:
         assert {it.rpartition("/")[0] for it in files} == {mount["mountPath"]}
         for word in container["args"]:
             flag, _, value = word.partition("=")
+            if value.startswith("etcd"):
+                assert value.startswith("etcds://"), word
+                continue
             if flag in ("--conductor", "--gateway", "--store-url"):
                 assert value.startswith("https://"), word
                 value = str(urlsplit(value).hostname)
@@ -315,8 +341,9 @@ def test_with_tls_nothing_is_called_in_clear(name: str) -> None:
                 continue
             value = re.sub(r"\$\((\w+)\)", lambda at: SAMPLES[at[1]], value)
             assert any(fnmatch(value, it) for it in certificate["dnsNames"]), value
-        for probe in ("startupProbe", "livenessProbe", "readinessProbe"):
-            asks = container[probe]
+        probes = [asks for name, asks in container.items() if name.endswith("Probe")]
+        assert len(probes) >= 2
+        for asks in probes:
             serves_clients = container["name"] in ("gateway", "picker")
             assert ("tcpSocket" in asks) != serves_clients
             assert not serves_clients or asks["httpGet"]["scheme"] == "HTTPS"
@@ -360,8 +387,8 @@ def test_gateways_find_the_picker() -> None:
         (["autoscaling.kind=keda"], "name the Deployment of the engines"),
         (["tls.enabled=true"], "name a secret with tls.crt"),
         (
-            ["tls.enabled=true", "tls.existingSecret=t", "conductor.registry=etcds://e:2379"],
-            "with conductor.registry pods find each other by their addresses",
+            ["tls.enabled=true", "tls.existingSecret=t", "conductor.registry=etcd://e:2379"],
+            "conductor.registry: with tls.enabled write etcds://",
         ),
         ([*WITHOUT_ENGINES, "picker.enabled=true"], "picker.enabled: workers of ours"),
         (

@@ -14,9 +14,11 @@ import msgspec
 import pytest
 
 from moonserve.core.errors import MoonserveError
-from moonserve.live.http.client import HttpClient, sse_events
+from moonserve.live.http.client import client_of, sse_events
 from moonserve.live.model.catalog import DEFAULT_MODEL
+from moonserve.live.tls.authority import init
 from tests.chaos.proxy import Link
+from tests.support.certificates import tls_of
 from tests.support.etcd import Etcd
 from tests.support.store_processes import TOKEN, Process
 
@@ -36,9 +38,13 @@ HEADERS = {"authorization": f"Bearer {TOKEN}", "content-type": "application/json
 class Fleet:
     """The processes, and what is asked of them."""
 
-    def __init__(self, etcd: Etcd, stack: contextlib.AsyncExitStack) -> None:
+    def __init__(
+        self, etcd: Etcd, stack: contextlib.AsyncExitStack, certificates: Path | None
+    ) -> None:
+        """certificates: the folder of `moonserve tls init`; None: all speak in clear."""
         self.etcd = etcd
-        self.http = HttpClient()
+        self.http = client_of(tls_of(certificates, "client") if certificates else None)
+        self._tls = ("--tls-dir", str(certificates)) if certificates else ()
         self._stack = stack
         self.links: dict[str, Link] = {}
         """The proxy between each Conductor and etcd."""
@@ -48,7 +54,7 @@ class Fleet:
 
     def start(self, *argv: str) -> Process:
         """Start one process, which is ended with the fleet."""
-        process = Process(*argv)
+        process = Process(*argv, *self._tls)
         self.processes.append(process)
         self._stack.callback(process.close)
         return process
@@ -67,7 +73,7 @@ class Fleet:
         link = Link()
         self._stack.push_async_callback(link.close)
         port = await link.listen("127.0.0.1", 0, self.etcd.port)
-        registry = f"etcd://127.0.0.1:{port}/test"
+        registry = self.etcd.url.replace(str(self.etcd.port), str(port))
         process = self.start(
             "conductor", "--port", "0", "--model", DEFAULT_MODEL, "--registry", registry
         )
@@ -181,12 +187,12 @@ def _body(prompt: list[int], count: int, stream: bool = False) -> bytes:
 
 
 @contextlib.asynccontextmanager
-async def fleet_of(folder: Path) -> AsyncIterator[Fleet]:
+async def fleet_of(folder: Path, certificates: Path | None) -> AsyncIterator[Fleet]:
     """A store's master, two Conductors, two fronts, and two workers of each role."""
     async with contextlib.AsyncExitStack() as stack:
-        etcd = Etcd(folder)
+        etcd = Etcd(folder, certificates)
         stack.callback(etcd.close)
-        it = Fleet(etcd, stack)
+        it = Fleet(etcd, stack, certificates)
         try:
             it.start("store", "serve", "--listen", "0", "--registry", etcd.url)
             for name in ("p0", "p1", "d0", "d1"):
@@ -242,11 +248,16 @@ async def _longest(it: Fleet, over: Callable[[], bool], count: int = 1_000) -> f
     return longest_s
 
 
-def run(test: Callable[[Fleet], Awaitable[None]], folder: Path, within_s: float = 240) -> None:
+def run(
+    test: Callable[[Fleet], Awaitable[None]],
+    folder: Path,
+    within_s: float = 240,
+    certificates: Path | None = None,
+) -> None:
     """Run a test with a fleet, within a deadline."""
 
     async def main() -> None:
-        async with asyncio.timeout(within_s), fleet_of(folder) as it:
+        async with asyncio.timeout(within_s), fleet_of(folder, certificates) as it:
             await test(it)
 
     asyncio.run(main())
@@ -304,6 +315,26 @@ def test_the_loss_of_a_leader_costs_nobody_a_token(tmp_path: Path) -> None:
         await under_streams(it, kill)
 
     run(test, tmp_path)
+
+
+@pytest.mark.slow
+def test_a_standby_takes_over_by_tls(tmp_path: Path) -> None:
+    """Fronts, workers, the store and etcd are called by TLS only, and the leader is killed."""
+    init(tmp_path / "tls")
+
+    async def test(it: Fleet) -> None:
+        leader = await it.leader()
+        assert all(url.startswith("https://") for url in (leader, *it.fronts))
+        for worker in await it.get(leader + "/api/instances"):
+            assert worker["url"].startswith("https://")
+
+        async def kill() -> None:
+            it.conductors.pop(leader).process.kill()
+            assert await it.leader() != leader
+
+        await under_streams(it, kill)
+
+    run(test, tmp_path, certificates=tmp_path / "tls")
 
 
 @pytest.mark.slow
