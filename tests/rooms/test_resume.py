@@ -183,12 +183,20 @@ def test_a_client_that_wants_the_ids_gets_each_once() -> None:
     run(use, *TWO, version=V)
 
 
-@pytest.mark.parametrize("halves", [False, True])
+@pytest.mark.parametrize(
+    ("pools", "together", "halves"),
+    [
+        ([*TWO, ("c", "both", "none")], 1, False),
+        ([*TWO, ("c", "both", "none")], 1, True),
+        ([*NIXL, ("f", "decode", "nixl")], 3, False),
+    ],
+)
 @pytest.mark.parametrize("body", [TEXT, CHAT])
 def test_a_stop_string_ends_the_answer_wherever_it_stands(
-    body: dict[str, Any], halves: bool
+    body: dict[str, Any], pools: list[Pool], together: int, halves: bool
 ) -> None:
-    """Before, across and after the joint: text, reason and usage are those of one engine."""
+    """Before, across and after the joint: text, reason and usage are those of one engine. So it is
+    where events have several tokens, of which some come after the string."""
     whole, resumed = said(body, 12), []
     for begin in range(8, len(whole) - 9, 7):
         stop = whole[begin : begin + 9]
@@ -196,13 +204,12 @@ def test_a_stop_string_ends_the_answer_wherever_it_stands(
 
         async def use(site: Site, asked: dict[str, Any] = asked) -> None:
             for engine in site.engines.values():
-                engine.halves = halves
+                engine.halves, engine.together = halves, together
             path = "/v1/completions" if "prompt" in asked else "/v1/chat/completions"
             calm = await site.send(path, {**asked, "stream": True})
             lines = [it[6:] for it in calm.body.split(b"\n\n") if it.startswith(b"data: {")]
             before = [msgspec.json.decode(it) for it in lines]
-            site.engines["a"].calls.clear()
-            after = await broken(site, asked, 3, 6)
+            after = await broken(site, asked, 3 // together, 6 // together)
             assert "".join(map(text_of, after)) == "".join(map(text_of, before))
             reasons = [
                 [choice.get(name) for event in events for choice in event["choices"]][-1]
@@ -215,7 +222,7 @@ def test_a_stop_string_ends_the_answer_wherever_it_stands(
             assert usages[0]["prompt_tokens"] == usages[1]["prompt_tokens"]
             resumed.append(site.backend.metrics.resumed)
 
-        run(use, *TWO, ("c", "both", "none"), version=V)
+        run(use, *pools, version=V)
     assert sum(resumed) >= len(resumed)
 
 

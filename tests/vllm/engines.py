@@ -27,7 +27,7 @@ BLOCK = 32
 MODEL = "smollm2-135m-instruct"
 RANKS = 2
 """The most that an engine has here; each takes ports of its own."""
-START_S = 240.0
+START_S = 480.0
 """40 to 100 CPU seconds for one engine; several start at once."""
 HERE = Path(__file__).parent
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import TypeAlias
+from typing import TypeAlias, cast
 
 from moonserve.core.errors import DeadlineExceeded, MoonserveError
 from moonserve.core.request import Request
@@ -196,12 +196,38 @@ class EngineCalls:
         most = max(map(len, stops)) - 1
         if not most or not kept.count:
             return ""
-        ids, before = kept.end_of(_MOST_BYTES * most + _SOME)
+        return (await self._end_of_text(kept, most, to))[-most:]
+
+    async def _end_of_text(
+        self, kept: StreamedTokens, most: int, to: InstanceInfo, less: Tokens = 0
+    ) -> str:
+        """The end of the answer's text, with at least so many characters if it has as many. less:
+        how many of the last tokens are left out."""
+        ids, before = kept.end_of(_MOST_BYTES * most + _SOME + less)
+        ids = ids[: len(ids) - less]
         text = await self._caller.text_of(to, self._asked.model, [*before, *ids])
         if before:
             context = await self._caller.text_of(to, self._asked.model, before)
             text = text[len(context) :]
-        return text[-most:]
+        return text
+
+    async def _counted_end(self, reply: ContinuedPassing, to: InstanceInfo) -> bytes:
+        """The last events of a reply that a stop string has ended within an event of several
+        tokens: those after the string do not count."""
+        kept = self._kept
+        assert kept is not None
+        assert kept.matcher is not None
+        met = kept.matcher.met
+        assert met is not None, "it has ended the reply"
+        _, several = kept.in_doubt()
+        after = 0
+        with contextlib.suppress(MoonserveError):  # without an answer all of them count
+            while after < several - 1:
+                if met not in await self._end_of_text(kept, len(met), to, after + 1):
+                    break
+                after += 1
+        kept.drop(after)
+        return reply.end()
 
     def _streaming(self, to: InstanceInfo) -> ExternalRequest:
         """The request for the engine that makes the client's reply. It asks for the ids of a
@@ -333,6 +359,8 @@ class EngineCalls:
             reply, mark = self._passing(), kept.mark()
             try:
                 first = await self._first_events(reply, stream, to, left_s)
+                if reply.uncounted:
+                    first += await self._counted_end(cast(ContinuedPassing, reply), to)
             except BaseException:
                 kept.back(mark)
                 raise
@@ -411,9 +439,12 @@ class EngineCalls:
             observe_tbt(now_s - self._last_s)
             self._last_s = now_s
             self._count()
-            return sink(out) and not reply.error
+            return sink(out) and not reply.error and not reply.uncounted
 
         ended = not reply.error and await self._stream.pour(take)
+        if reply.uncounted:
+            assert self._at is not None
+            sink(await self._counted_end(cast(ContinuedPassing, reply), self._at[0]))
         if reply.error:
             raise CallLost("the engine reported an error in its stream", detail=logged(reply.error))
         if ended and not reply.finish:

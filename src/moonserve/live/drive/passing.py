@@ -50,6 +50,9 @@ class Passing:
         """Whether the whole reply, or a stream's last event, has passed."""
         self.cut_short = False
         """Whether the engine goes on, although the reply has ended."""
+        self.uncounted = False
+        """Whether it has ended by a stop string, and its last events wait for the number of tokens:
+        see streamed.ContinuedPassing."""
         self.error = b""
         """The engine's error event, which does not pass; empty: it has sent none."""
         self._prefilled = cached

@@ -288,7 +288,12 @@ class ContinuedPassing(KeptPassing):
         for event in out.split(b"\n\n")[:-1]:
             written.append(self._rewritten(event))
             if self._stopped():
-                written.append(self._end())
+                self.cut_short = not self.done
+                self.done = False
+                self.finish = "stop"
+                self.uncounted = self._tokens.in_doubt()[1] > 0
+                if not self.uncounted:
+                    written.append(self.end())
                 break
         return b"".join(written)
 
@@ -297,12 +302,12 @@ class ContinuedPassing(KeptPassing):
         matcher = self._tokens.matcher
         return matcher is not None and matcher.met is not None
 
-    def _end(self) -> bytes:
-        """The last events of an answer that a stop string has ended."""
+    def end(self) -> bytes:
+        """The last events of an answer that a stop string has ended. If it is `uncounted`, the
+        caller has dropped the tokens after that string."""
         tokens = self._tokens
-        self.cut_short = not self.done
         self.done = True
-        self.finish = "stop"
+        self.uncounted = False
         prompt = tokens.prompt.count(b",") + 1
         self.counted = usage.SeenUsage(prompt, tokens.count)
         if not tokens.usage:
