@@ -29,18 +29,26 @@ def row(version: str) -> tuple[str, bool]:
         subprocess.run(command, stdout=sys.stderr, check=False)
         minutes = (time.monotonic() - begun_s) / 60
         if not report.exists():
-            return f"| {version} | could not be installed or begun | | | {minutes:.0f} |", False
+            return f"| {version} | could not be installed or begun | | | | {minutes:.0f} |", False
         cases = list(ElementTree.parse(report).iter("testcase"))
-    fates = Counter(next((it.tag for it in case if it.tag in _FATES), "passed") for case in cases)
+    fate_of = {case.get("name"): fate(case) for case in cases}
+    fates = Counter(fate_of.values())
     failed = fates["failure"] + fates["error"]
-    line = f"| {version} | {fates['passed']} | {failed} | {fates['skipped']} | {minutes:.0f} |"
+    others = ", ".join(f"{name} ({it})" for name, it in fate_of.items() if it != "passed")
+    counts = f"{fates['passed']} | {failed} | {fates['skipped']}"
+    line = f"| {version} | {counts} | {others} | {minutes:.0f} |"
     return line, fates["passed"] > 0 and not failed
+
+
+def fate(case: ElementTree.Element) -> str:
+    """What became of a test."""
+    return next((it.tag for it in case if it.tag in _FATES), "passed")
 
 
 def main(versions: list[str]) -> int:
     """Print the table; 1: something failed."""
     found = [row(version) for version in versions]
-    print("| vLLM | passed | failed | skipped | minutes |", "|---|---|---|---|---|", sep="\n")
+    print("| vLLM | passed | failed | skipped | which | minutes |", "|" + "---|" * 6, sep="\n")
     for line, _ in found:
         print(line)
     return int(not all(good for _, good in found))
