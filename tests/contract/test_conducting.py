@@ -18,6 +18,7 @@ from moonserve.core.schedule.facts import (
     CallFailed,
     ClientGone,
     DecodeEnded,
+    Draining,
     InstanceInfo,
     Joined,
     Left,
@@ -131,6 +132,22 @@ def test_a_request_from_its_arrival_to_its_end(run: Callable[[Use], None]) -> No
         await rig.until(lambda: record.outcome == "stop")
         assert record.measured == msgspec.structs.replace(MEASURED, cached_tokens=4)
         assert not any(getattr(rig.loop.core.promised(), f) for f in ("requests", "decodes"))
+
+    run(use)
+
+
+def test_drained_instances_are_apart(run: Callable[[Use], None]) -> None:
+    """They get no new work, so they stand in a list of their own until they are resumed."""
+
+    async def use(rig: Rig) -> None:
+        both = [info("d0", "decode"), info("p0", "prefill")]
+        rig.join(*both)
+        rig.loop.tell(Draining(InstanceId("d0"), both[0].epoch))
+        await rig.until(rig.port.drained)
+        assert (list(rig.port.drained()), list(rig.port.instances())) == (both[:1], both[1:])
+        rig.loop.tell(Draining(InstanceId("d0"), both[0].epoch, drains=False))
+        await rig.until(lambda: not rig.port.drained())
+        assert list(rig.port.instances()) == both
 
     run(use)
 

@@ -124,6 +124,13 @@ def test_an_order_may_be_taken_back() -> None:
                 match=r"no decode instance .*; drained: d0; `moonserve drain d0 --resume`",
             ):
                 await at.tokens(PROMPT, 2)
+            await until_idle(at, "p0")
+            with pytest.raises(
+                AssertionError,
+                match=r"no instance .*; drained: d0, p0; `moonserve drain d0 --resume`",
+            ):
+                await at.tokens(PROMPT, 2)
+            await call(at, "POST", "/api/instances/p0/resume")
             status, said = await call(at, "POST", "/api/instances/d0/resume")
             assert (status, said["state"]) == (200, "serving")
             _, shown = await call(at, "GET", "/api/instances/d0")

@@ -561,7 +561,7 @@ def test_a_conductor_that_hangs_is_as_one_that_is_gone(tmp_path: Path) -> None:
         path, hangs, alive = str(tmp_path / "hangs"), asyncio.Event(), asyncio.Event()
 
         async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            said = msgspec.msgpack.encode([WELCOME, wire.Instances([info("p0", "both")])])
+            said = msgspec.msgpack.encode([WELCOME, wire.Instances([info("p0", "both")], [])])
             await reader.readuntil(b"\r\n\r\n")
             if hangs.is_set():
                 await alive.wait()

@@ -1016,6 +1016,21 @@ def test_clients_take_turns_at_the_metrics() -> None:
     run(use)
 
 
+def test_a_503_says_how_many_instances_have_joined() -> None:
+    """While they still join; later it has its own reason only."""
+
+    async def use(rig: Rig) -> None:
+        joined = ["1 of 3 instances have joined"]
+        rig.gateway._health.report_unready(lambda: joined[0])
+        for after in ("; 1 of 3 instances have joined", ""):
+            reply = await rig.post(*_chat())
+            assert reply.status == 503
+            assert json.loads(reply.body)["error"]["message"] == f"no instance{after}"
+            joined[0] = ""
+
+    run(use, NobodyAlive("no instance"))
+
+
 def test_models_ready() -> None:
     """Models are listed with their context; /ready depends on whether any model is alive."""
 

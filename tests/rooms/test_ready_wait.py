@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 
+import msgspec
 import pytest
 
 from moonserve.core.errors import ModelNotFound, NobodyAlive
 from moonserve.core.schedule.conductor import Conductor
-from moonserve.core.schedule.facts import Joined, Left
+from moonserve.core.schedule.facts import Draining, Joined, Left
 from moonserve.live.api.ready_wait import ReadyWait
 from moonserve.live.control.loop import ConductorLoop
 from moonserve.live.drive.engines import Models
@@ -81,13 +82,35 @@ def test_the_wait_ends() -> None:
     run(test)
 
 
+def test_the_error_names_the_drained_instances_of_the_model() -> None:
+    """A model whose instances are all drained is known, also if others are served."""
+
+    async def test() -> None:
+        loop = ConductorLoop(Conductor(), lambda lease: None)
+        drained = [info("p0", "prefill"), info("d0", "decode")]
+        other = msgspec.structs.replace(info("e0", "both"), model="other")
+        loop.tell(*map(Joined, drained), Joined(other))
+        loop.tell(*(Draining(it.id, it.epoch) for it in drained))
+        loop.settle()
+        with pytest.raises(NobodyAlive) as caught:
+            Models(loop).of("m")
+        assert str(caught.value) == (
+            "no instance for model m gets new work; drained: d0, p0; `moonserve drain d0 --resume`"
+        )
+        with pytest.raises(ModelNotFound):
+            Models(loop).of("unknown")
+        loop.stop()
+
+    run(test)
+
+
 def test_the_error_tells_lost_engines_from_those_that_never_came() -> None:
     """A model that was served here is named; of another, nobody knows whether it was."""
 
     async def test() -> None:
         loop = ConductorLoop(Conductor(), lambda lease: None)
         models = Models(loop)
-        with pytest.raises(NobodyAlive, match="no engine has joined, or all that had are lost"):
+        with pytest.raises(NobodyAlive, match="gets new work: none has joined, or all are lost"):
             models.of("m")
         joined = info("p0", "prefill")
         loop.tell(Joined(joined))
@@ -96,9 +119,11 @@ def test_the_error_tells_lost_engines_from_those_that_never_came() -> None:
         loop.tell(Left(joined.id, joined.epoch, "killed"))
         loop.settle()
         assert models.cards() == []
-        with pytest.raises(NobodyAlive, match=f"model {joined.model} gets new work any more"):
+        with pytest.raises(
+            NobodyAlive, match=f"model {joined.model} gets new work: all are lost; GET /health"
+        ):
             models.of(joined.model)
-        with pytest.raises(NobodyAlive, match="no engine has joined, or all that had are lost"):
+        with pytest.raises(NobodyAlive, match="gets new work: none has joined, or all are lost"):
             models.of("another")
         loop.stop()
 

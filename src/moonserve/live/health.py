@@ -33,7 +33,11 @@ class Health:
 
     def not_ready(self) -> str:
         """Why clients should use another gateway for now; empty: they need not."""
-        return self.undecided() or next((why for it in self._reasons if (why := it())), "")
+        return self.undecided() or self.incomplete()
+
+    def incomplete(self) -> str:
+        """What this process still waits for since its start, such as instances; empty: nothing."""
+        return next((why for it in self._reasons if (why := it())), "")
 
 
 class Expected:

@@ -332,6 +332,9 @@ class Conducting(Protocol):
     def instances(self) -> Sequence[InstanceInfo]:
         """The instances that have joined and get new work, in order of id."""
 
+    def drained(self) -> Sequence[InstanceInfo]:
+        """The instances that have joined and get no new work, in order of id."""
+
     def known(self, request: RequestId) -> bool:
         """Whether a request of this id was opened here and not closed."""
 

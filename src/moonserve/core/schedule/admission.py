@@ -198,10 +198,16 @@ def _lacking(model: str, view: ClusterView, among: Sequence[InstanceId]) -> str:
         it.info.id for it in views if it.info.model == model and it.drained and it.info.role in able
     )
     if drained:
-        remedy = f"`moonserve drain {drained[0]} --resume`"
-        names = ", ".join(drained)
-        return f"no {role}instance for model {model} gets new work; drained: {names}; {remedy}"
+        return all_drained(model, drained, role)
     return f"no {role}instance for model {model} is alive"
+
+
+def all_drained(model: str, names: Sequence[InstanceId], role: str = "") -> str:
+    """Why no request of this model is served; names: of the drained instances; role: ends with a
+    space, empty: all roles."""
+    named = ", ".join(names)
+    remedy = f"`moonserve drain {names[0]} --resume`"
+    return f"no {role}instance for model {model} gets new work; drained: {named}; {remedy}"
 
 
 class DecodeEntry:

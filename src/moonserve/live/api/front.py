@@ -175,6 +175,15 @@ class Front:
         return await self._limiter.idle(timeout_s)
 
     async def _generate(self, http: HttpRequest, form: Form) -> Response | StreamingResponse:
+        try:
+            return await self._generated(http, form)
+        except NobodyAlive as error:
+            missing = self._health.incomplete()
+            if not missing or self._limiter.draining:
+                raise
+            raise NobodyAlive(f"{error}; {missing}") from None
+
+    async def _generated(self, http: HttpRequest, form: Form) -> Response | StreamingResponse:
         if why := self._health.undecided():
             raise NobodyAlive(why)
         key = None if self._guard is None else self._guard.key_of(http)

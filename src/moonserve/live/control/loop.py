@@ -98,6 +98,10 @@ class ConductorLoop:
             self._infos = [view.info for view in views if not view.drained]
         return self._infos
 
+    def drained(self) -> list[InstanceInfo]:
+        """See ports.Conducting."""
+        return [view.info for view in self.core.view.instances.values() if view.drained]
+
     # What the Conductor knows: for parts of this process that read. See ports.ClusterRead.
 
     def views(self) -> Mapping[InstanceId, InstanceView]:

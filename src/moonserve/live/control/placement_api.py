@@ -19,7 +19,6 @@ from moonserve.core.errors import (
     Conflict,
     DeadlineExceeded,
     ModelNotFound,
-    NobodyAlive,
     Overloaded,
 )
 from moonserve.core.kv.keys import Namespace, chain_keys
@@ -37,6 +36,7 @@ from moonserve.core.shares import Party
 from moonserve.core.units import BlockKey, LeaseId, Micros, RequestId, Tokens, lease_of
 from moonserve.live.control.loop import ConductorLoop
 from moonserve.live.drive.connectors import embedded, mooncake, nixl
+from moonserve.live.drive.engines import nobody_of
 from moonserve.live.drive.request import error_for, gave_up
 from moonserve.live.http.message import HttpRequest, Response, decode_json, json_response
 from moonserve.live.http.server import Handler
@@ -116,12 +116,14 @@ class PlacementRequests:
         """The instances of a model. Raises ModelNotFound; NobodyAlive, if it may come later."""
         alive = self._conductor.instances()
         infos = [info for info in alive if info.model == model]
-        known = sorted({info.model for info in alive} | ({self._model} if self._model else set()))
+        joined = [*alive, *self._conductor.drained()]
+        known = sorted({info.model for info in joined} | ({self._model} if self._model else set()))
         if not infos and known and model not in known:
             what = f"{model!r} is not served here; known: {', '.join(known)}"
             raise ModelNotFound(f"model: {what}", "model", "model_not_found")
         if not infos:
-            raise NobodyAlive(f"no instance of model {model} is alive")
+            why = "none has joined yet, or all are lost; GET /health returns the reason"
+            raise nobody_of(model, self._conductor, why)
         return infos
 
     async def _prompt(

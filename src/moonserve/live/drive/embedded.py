@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from moonserve.core.errors import MoonserveError, NobodyAlive
+from moonserve.core.errors import MoonserveError
 from moonserve.core.kv.keys import KeyChain, Namespace
 from moonserve.core.request import Request, TokenLogprobs
 from moonserve.core.schedule.actions import Decode, Prefill
@@ -23,6 +23,7 @@ from moonserve.core.schedule.facts import InstanceInfo
 from moonserve.core.schedule.record import DecodeTimes, PrefillTimes
 from moonserve.core.units import BlockKey, InstanceId, LeaseId, Tokens, lease_of
 from moonserve.live.drive.connectors import embedded
+from moonserve.live.drive.engines import nobody_of
 from moonserve.live.drive.gather_group import gather_group
 from moonserve.live.drive.lost import CallLost
 from moonserve.live.drive.request import Life, RequestDriver
@@ -71,9 +72,8 @@ class EmbeddedServing:
         for info in self._conductor.instances():
             if info.model == model:
                 return info.namespace
-        what = "gets new work: none has joined yet, or all are lost or drained"
-        reason = "GET /health returns the reason"
-        raise NobodyAlive(f"no instance of model {model} {what}; {reason}")
+        why = "none has joined yet, or all are lost; GET /health returns the reason"
+        raise nobody_of(model, self._conductor, why)
 
 
 def _both(roles: Collection[str]) -> bool:

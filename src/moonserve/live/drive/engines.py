@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from moonserve.core.errors import ModelNotFound, NobodyAlive
+from moonserve.core.schedule.admission import all_drained
 from moonserve.core.schedule.facts import InstanceInfo
 from moonserve.core.units import InstanceId
 from moonserve.live.clock import LoopClock
@@ -64,11 +65,11 @@ class Models:
         if found is not None:
             return found
         reason = "GET /health returns the reason"
-        if model in self._seen_s:
-            why = "gets new work any more: all are lost or drained"
-            raise NobodyAlive(f"no instance of model {model} {why}; {reason}")
+        is_drained = any(info.model == model for info in self._conductor.drained())
+        if model in self._seen_s or is_drained:
+            raise nobody_of(model, self._conductor, f"all are lost; {reason}")
         if not self._by_model:
-            raise NobodyAlive(f"no engine has joined, or all that had are lost; {reason}")
+            raise nobody_of(model, self._conductor, f"none has joined, or all are lost; {reason}")
         known = ", ".join(sorted(self._by_model))
         message = f"model: {model!r} is not served here; known: {known}"
         raise ModelNotFound(message, "model", "model_not_found")
@@ -96,6 +97,14 @@ class Models:
             for name in gone:
                 del self._seen_s[name]
         return self._by_model
+
+
+def nobody_of(model: str, conductor: Conducting, otherwise: str) -> NobodyAlive:
+    """The error if no instance of a model gets new work; otherwise: why, if none is drained."""
+    drained = [info.id for info in conductor.drained() if info.model == model]
+    if drained:
+        return NobodyAlive(all_drained(model, drained))
+    return NobodyAlive(f"no instance of model {model} gets new work: {otherwise}")
 
 
 def _card(model: str, infos: Sequence[InstanceInfo]) -> ModelCard:

@@ -101,6 +101,7 @@ class RemoteConductor:
         self._engines: list[wire.EngineState] = []
         self._link: _ConductorLink | None = None
         self._infos: list[InstanceInfo] = []
+        self._drained: list[InstanceInfo] = []
         self._coming: list[InstanceInfo] = []
         """The instances that the present Conductor has reported."""
         self._lives: dict[RequestId, _Life] = {}
@@ -205,6 +206,10 @@ class RemoteConductor:
     def instances(self) -> Sequence[InstanceInfo]:
         """See ports.Conducting. While requests wait for a Conductor: those that were there."""
         return self._infos
+
+    def drained(self) -> Sequence[InstanceInfo]:
+        """See ports.Conducting."""
+        return self._drained
 
     def known(self, request: RequestId) -> bool:
         """See ports.Conducting."""
@@ -337,6 +342,7 @@ class RemoteConductor:
             self._trust(self._link)
             return
         self._infos = []
+        self._drained = []
         unsent, self._unsent = self._unsent, {}
         for request in unsent:
             self._lives[request].inbox.put_nowait(Refuse(request, _GONE))
@@ -458,8 +464,9 @@ class RemoteConductor:
                 self._engines = engines
                 if self._grace is None:
                     self._on_engines(engines)
-            case wire.Instances(infos):
+            case wire.Instances(infos, drained):
                 self._coming = infos
+                self._drained = drained
                 missing = {info.id for info in self._infos} - {info.id for info in infos}
                 if self._grace is None:
                     self._infos = infos

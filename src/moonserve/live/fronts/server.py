@@ -136,9 +136,12 @@ class FrontServer:
 
     def _send_instances(self) -> None:
         self.look()
-        message = wire.Instances(self._conductor.instances())
+        message = self._instances()
         for link in self._links:
             link.notify(message)
+
+    def _instances(self) -> wire.Instances:
+        return wire.Instances([*self._conductor.instances()], [*self._conductor.drained()])
 
     async def counts(self) -> list[Family]:
         """The sums over all fronts since the start."""
@@ -153,7 +156,7 @@ class FrontServer:
         self._links.add(link)
         welcome = msgspec.structs.replace(self._welcome, term=self._leadership.term)
         link.notify(welcome, wire.EngineStates(self._engines))
-        link.notify(wire.Instances(self._conductor.instances()))
+        link.notify(self._instances())
 
     def _left(self, link: _FrontLink) -> None:
         """A front is gone, and its clients with it: end its requests and calls."""

@@ -283,9 +283,11 @@ class Welcome(msgspec.Struct, frozen=True, tag=True):
 
 
 class Instances(msgspec.Struct, frozen=True, tag=True):
-    """All instances that have joined. Sent whenever one joins or leaves."""
+    """All instances that have joined. Sent whenever one joins, leaves, or is drained."""
 
     infos: list[InstanceInfo]
+    """Those that get new work."""
+    drained: list[InstanceInfo]
 
 
 ToConductor: TypeAlias = (
