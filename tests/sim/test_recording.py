@@ -321,6 +321,29 @@ def test_external_engines_are_simulated_as_they_serve(connector: Connector) -> N
     assert abs(found["cached_tokens"].errors()["mean"]) < 0.02
 
 
+def test_requests_of_an_external_engine_share_the_blocks_of_their_prefix() -> None:
+    """Ten prompts with a common prefix of 20 blocks run at once in 64 blocks of an engine that has
+    cached it; ten others of that length wait for room. Blocks are free again when all have ended.
+    """
+    of = external("none")
+    of = RecordedCluster([msgspec.structs.replace(of.instances[0], kv_blocks=64)], of.tuning)
+    size = 21 * BLOCK
+    common, own = tuple(range(20)), range(100, 111)
+    late_us = [0, *range(20_000_000, 20_000_010)]
+    alike = [Row(at, size, 8, (*common, key)) for at, key in zip(late_us, own, strict=True)]
+    apart = [
+        Row(at, size, 8, tuple(range(1_000 * key, 1_000 * key + 21)))
+        for at, key in zip(late_us, own, strict=True)
+    ]
+    last = Row(90_000_000, 60 * BLOCK, 8, tuple(range(5_000, 5_060)))
+    for rows, together in ((alike, True), (apart, False)):
+        served = run(of, TRUTH, Trace("t", BLOCK, [*rows, last]))
+        begun_us = [one.calls[0][1].began_us for one in served[1:11]]
+        assert (len(set(begun_us)) <= 2) == together
+        assert all(one.outcome == "completed" for one in served)
+        assert [one.cached for one in served[1:11]] == [20 * BLOCK if together else 0] * 10
+
+
 def test_costs_without_a_base_are_a_fit_too() -> None:
     """A step that costs nothing but for its requests makes no figure that is not a number."""
     of = cluster()

@@ -3,11 +3,11 @@ them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import msgspec
 
-from moonserve.core.units import Micros, RequestId, Tokens
+from moonserve.core.units import BlockKey, Micros, RequestId, Tokens
 
 
 class StagePart(msgspec.Struct, eq=False):
@@ -35,6 +35,8 @@ class Call(msgspec.Struct, eq=False):
     """The call ends after this many output tokens."""
     load: Callable[[Callable[[Tokens], None]], None]
     """Loads the KV, then calls its argument with the number of tokens that the KV covers."""
+    keys: Sequence[BlockKey] = ()
+    """The keys of its full blocks, if requests of its engine share blocks."""
     part: StagePart | None = None
     cached: Tokens = 0
     began_us: Micros | None = None

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import gc
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from random import Random
@@ -302,7 +302,8 @@ class Simulation:
             served.relay.begin()
             return
         most = served.row.output_tokens - served.generated if decision.joint else 1
-        self._send(nodes[0], Call(served.id, action.number, length, length, most, load))
+        keys = self._shared_keys(served)
+        self._send(nodes[0], Call(served.id, action.number, length, length, most, load, keys))
 
     def _decode(self, served: Served, action: Decode) -> None:
         node, decision = self.nodes[action.to.id], served.decision
@@ -319,11 +320,16 @@ class Simulation:
         if not self._again:  # the token that prefill made is known, and counts
             most, known = most + 1, length + 1
         load = partial(self.carrier.load_all, served, length)
-        call = Call(served.id, action.number, known, length, most, load)
+        keys = self._shared_keys(served)
+        call = Call(served.id, action.number, known, length, most, load, keys)
         served.calls.append((node, call))
         if self.setup.connector != "embedded":  # the engine keeps what it gets
             self._facts += self.segments.store(node, served.keys, 0, len(served.keys))
         self._send(node, call)
+
+    def _shared_keys(self, served: Served) -> Sequence[BlockKey]:
+        """Workers of ours load a copy of each prefix; in external engines requests share it."""
+        return () if self.setup.connector == "embedded" else served.keys
 
     def _send(self, node: Node, call: Call) -> None:
         """Give a call to a node; a call that can never run there fails for good."""

@@ -92,7 +92,7 @@ class Relay:
             work_us = shared_us(cost, stage.start, stage.end, stage.pieces, count)
         part = StagePart(stage.pieces, work_us, whole=not at)
         admitted = partial(self._admitted, load)
-        return Call(action.request, action.number, stage.end, stage.end, 1, admitted, part)
+        return Call(action.request, action.number, stage.end, stage.end, 1, admitted, part=part)
 
     def _load(self, at: int, done: Callable[[Tokens], None]) -> None:
         """Stage `at` has a place; in the layers form, it loads its share of what is reused."""

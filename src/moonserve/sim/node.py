@@ -20,13 +20,13 @@ from moonserve.core.engine.batch import (
     PassResult,
     Progress,
 )
-from moonserve.core.engine.blocks import BlockPool
 from moonserve.core.request import Finish, Sampling, Stopping
 from moonserve.core.schedule.cost import Cost, pass_sample
 from moonserve.core.schedule.facts import InstanceInfo
 from moonserve.core.units import Micros, RequestId, Tokens
 from moonserve.sim.call import Call
 from moonserve.sim.clock import VirtualClock
+from moonserve.sim.shared import SharedBlocks
 
 _GREEDY = Sampling(temperature=0.0)
 
@@ -54,7 +54,7 @@ class Node:
         self._begin = begin
         self._ahead = ahead
         self._wake_us = wake_us
-        self._pool = BlockPool(info.kv_blocks)
+        self._pool = SharedBlocks(info.kv_blocks)
         self._batch = Batch(
             self._pool,
             block_size=info.namespace.block_size,
@@ -232,7 +232,7 @@ class Node:
                 self._full = True
                 break
             call = self._intake.popleft()
-            need = self._batch.blocks_for(call.known)
+            need = self._batch.blocks_for(call.known) - len(self._pool.shared(call.keys))
             if call.part is not None:
                 self._blocks[call.request] = self._pool.allocate(need) or ()
             self._loading[call.request] = need if call.part is None else 0
@@ -243,7 +243,8 @@ class Node:
     def _has_room(self, call: Call) -> bool:
         promised = sum(self._loading.values())
         most = self.info.max_seqs + self._ahead
-        return self._batch.has_room(call.known, len(self._loading), promised, most)
+        new = call.known - self._batch.block_size * len(self._pool.shared(call.keys))
+        return self._batch.has_room(new, len(self._loading), promised, most)
 
     def _loaded(self, call: Call, cached: Tokens) -> None:
         if self._calls.get(call.request) is not call:
@@ -258,7 +259,7 @@ class Node:
         self.stirred = True
         self._break_run()
         call.cached = min(cached, call.known - 1)  # logits need one token that is computed here
-        blocks = self._pool.allocate(self._batch.blocks_for(call.cached))
+        blocks = self._blocks_with(call)
         if blocks is None:  # decodes beside it took the promised blocks: compute instead of loading
             call.cached, blocks = 0, ()
         self._batch.add(
@@ -270,6 +271,28 @@ class Node:
             sampling=_GREEDY,
             stopping=Stopping(max_tokens=call.most),
         )
+
+    def _blocks_with(self, call: Call) -> tuple[int, ...] | None:
+        """Blocks for what a call has cached: those of other requests, as far as they have the same
+        keys, then new ones. None: too few are free."""
+        keys = call.keys[: call.cached // self._batch.block_size]
+        shared = self._pool.shared(keys)
+        new = self._pool.allocate(self._batch.blocks_for(call.cached) - len(shared))
+        if new is None:
+            return None
+        self._pool.hold(shared)
+        blocks = (*shared, *new)
+        self._pool.name(keys, blocks[: len(keys)])
+        return blocks
+
+    def _share(self, call: Call, step: Progress) -> None:
+        """Others may hold the full blocks of the prompt that this call has computed."""
+        size = self._batch.block_size
+        if step.computed_before // size < len(call.keys) and step.finish is None:
+            held = self._batch.held(call.request)
+            assert held is not None
+            full = min(step.computed_after // size, len(call.keys))
+            self._pool.name(call.keys[:full], held[1][:full])
 
     # Passes.
 
@@ -355,6 +378,7 @@ class Node:
         for step in steps:
             call = self._calls[step.request]
             call.computed_us += elapsed_us
+            self._share(call, step)
             if step.token is not None:
                 self._gave((step.request,), number, 1)
             if step.finish is not None:
