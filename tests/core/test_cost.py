@@ -5,15 +5,16 @@ from random import Random
 import msgspec
 import pytest
 
-from moonserve.core.schedule.cost import Cost, LinearFit
+from moonserve.core.engine.batch import Chunk, Pass
+from moonserve.core.schedule.cost import Cost, LinearFit, pass_sample
 from moonserve.core.schedule.facts import PassSample, TransferSample
+from moonserve.core.units import RequestId
 
 
 def truth(new: int, square: int, past: int, seqs: int, context: int) -> int:
-    """A made-up engine's pass time in microseconds."""
-    prefill = 8_000 + 900 * new + 0.05 * square + 0.3 * past if new else 0
-    decode = 30_000 + 2_000 * seqs + 4 * context if seqs else 0
-    return round(prefill + decode)
+    """A made-up engine's pass time in microseconds: one base, also for a pass that does both."""
+    base = 8_000 if new else 30_000
+    return round(base + 900 * new + 0.05 * square + 0.3 * past + 2_000 * seqs + 4 * context)
 
 
 def samples(count: int, noise: float = 0.0, stalls: float = 0.0) -> list[PassSample]:
@@ -30,7 +31,9 @@ def samples(count: int, noise: float = 0.0, stalls: float = 0.0) -> list[PassSam
         elapsed = truth(new, square, start, seqs, context) * (1 + random.uniform(-noise, noise))
         if random.random() < stalls:
             elapsed *= 10
-        made.append(PassSample(new, square, start, seqs, context, round(elapsed)))
+        decodes = 0 if new else 1
+        took_us = round(elapsed)
+        made.append(PassSample(new, square, start, seqs, context, took_us, decodes=decodes))
     return made
 
 
@@ -47,6 +50,19 @@ def test_fit_finds_the_coefficients(noise: float, stalls: float, tolerance: floa
     ]
     for predicted, actual in cases:
         assert abs(predicted - actual) <= tolerance * actual, (predicted, actual)
+
+
+def test_a_pass_that_does_both_has_one_base() -> None:
+    """It reads the weights once: it costs a prefill of its chunks and its requests' decodes."""
+    cost = Cost((1_000, 10, 0, 0, 500, 7, 2), learns=False)
+    both = Pass(
+        (
+            Chunk(RequestId("a"), range(20), 0, (), None),
+            Chunk(RequestId("b"), range(1), 30, (), None),
+        )
+    )
+    assert cost.pass_of_us(pass_sample(both, 0)) == 1_000 + 200 + 7 + 62
+    assert cost.pass_of_us(pass_sample(Pass(both.chunks[1:]), 0)) == 500 + 7 + 62
 
 
 def test_a_cached_prefix_saves_attention_as_squares() -> None:

@@ -259,7 +259,7 @@ def test_a_machine_that_was_slow_for_a_while_is_so_again() -> None:
     found = compared(rows, run(of, fitted.profile, trace, paces))
     assert not [it for it in found.values() if it.missed()]
     steady = compared(rows, run(of, fitted.profile, trace))
-    assert steady["tbt_ms"].missed() == ["p50", "p90"]
+    assert {"p50", "p90"} <= set(steady["tbt_ms"].missed())
 
 
 def test_one_request_that_waited_for_something_else_changes_no_cost() -> None:
@@ -342,6 +342,34 @@ def test_requests_of_an_external_engine_share_the_blocks_of_their_prefix() -> No
         assert (len(set(begun_us)) <= 2) == together
         assert all(one.outcome == "completed" for one in served)
         assert [one.cached for one in served[1:11]] == [20 * BLOCK if together else 0] * 10
+
+
+def test_an_external_engine_looks_for_a_prefix_when_a_pass_begins() -> None:
+    """A prompt that comes while the same prefix is computed finds it: its turn is the next pass."""
+    of = external("none")
+    of = RecordedCluster(of.instances[:1], of.tuning)
+    size = 10 * BLOCK + 1
+    rows = [Row(at_us, size, 4, (*range(10), at_us + 100)) for at_us in (0, 300_000)]
+    first, second = run(of, UNREPORTED, Trace("t", BLOCK, rows))
+    assert (first.cached, second.cached) == (0, 10 * BLOCK)
+    assert second.calls[0][1].began_us == first.first_us
+
+
+def test_a_slow_time_is_not_taken_for_the_cost_of_many_requests() -> None:
+    """While an engine is slow, more requests are there. What each adds to a step is found all the
+    same, and the times come again."""
+    of = external("none")
+    of = RecordedCluster(of.instances[:1], of.tuning)
+    trace = synthesize(7, 200, 0.9, SHAPE, BLOCK)
+    slow = tuple(Pace(round(60e6 * at), 2.0 if at == 1 else 1.0) for at in range(9))
+    rows = [hidden(recorded(one, of)) for one in run(of, UNREPORTED, trace, slow)]
+    fitted = fit("again", of, rows)
+    base, each = fitted.profile.pass_us[4:6]
+    true_base, true_each = UNREPORTED.pass_us[4:6]
+    assert each / base == pytest.approx(true_each / true_base, rel=0.25)
+    found = compared(rows, run(of, fitted.profile, trace, fitted.paces_since(1e15)))
+    assert not found["ttft_ms"].missed()
+    assert abs(found["tbt_ms"].errors()["mean"]) < 0.03
 
 
 def test_costs_without_a_base_are_a_fit_too() -> None:

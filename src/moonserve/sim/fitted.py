@@ -7,6 +7,9 @@ out right. It reads neither the prompts nor a clock.
 What happened at the same time is reconstructed from the rows: when each instance prefilled and
 decoded, and for how many requests. A machine that was idle is slow at first (its cores slept, and
 others had its caches), so the time since the last pass of any instance is a term too.
+
+Requests that decode together measure the same passes. Each counts by its share of them: counted
+whole, times with many requests, which are often slow ones, would weigh more than they lasted.
 """
 
 from __future__ import annotations
@@ -40,6 +43,8 @@ _MOST_ROWS = 2_000
 """Requests that a fit reads, the last ones: more take long and change nothing."""
 _ALONE = 0.02
 """A request met nobody at its instance if others shared less of its time than this."""
+_SAME_PASS_US = 5e3
+"""First tokens of one pass come within this time, if the parts of a call are not known."""
 _UNSURE_US = 30e3
 """When a pass began and ended is known about as well as this."""
 _COLD_AFTER_US = (0.0, 250e3, 500e3, 1e6, 2e6, 4e6, 8e6)
@@ -125,13 +130,22 @@ class _StageFit:
         self._scales = scales
         self._features: list[Sequence[float]] = []
         self._took_us: list[float] = []
+        self._shares: list[float] = []
         self.spans: list[Span] = []
         """When each sample was."""
         self._solved: tuple[float, ...] | None = None
 
-    def add(self, features: Sequence[float], took_us: float, when: Span = (0.0, 0.0)) -> None:
-        """One sample; times of zero or below are measuring faults, and count for nothing."""
+    def add(
+        self,
+        features: Sequence[float],
+        took_us: float,
+        when: Span = (0.0, 0.0),
+        share: float = 1.0,
+    ) -> None:
+        """One sample; times of zero or below are measuring faults, and count for nothing. share:
+        how much of it no other sample measured too."""
         if took_us > 0:
+            self._shares.append(share)
             self.spans.append(when)
             self._features.append(features)
             self._took_us.append(took_us)
@@ -153,7 +167,7 @@ class _StageFit:
     def error(self) -> float:
         """The sum over samples of the squared logarithm of measured over predicted: twice and half
         as long are equally wrong."""
-        return float((np.log(self.ratios) ** 2).sum())
+        return float((np.log(self.ratios) ** 2) @ self.shares)
 
     def usual(self) -> _StageFit:
         """The same line, fitted without the samples that took unusually long."""
@@ -170,6 +184,11 @@ class _StageFit:
         return line
 
     @property
+    def shares(self) -> Times:
+        """How much of each sample no other one measured too."""
+        return np.array(self._shares, np.float64)
+
+    @property
     def ratios(self) -> Times:
         """Measured over predicted, of each sample."""
         predicted = self._matrix() @ np.array(self.coefficients)
@@ -182,21 +201,23 @@ class _StageFit:
         features, took_us = self._matrix(), np.array(self._took_us)
         scales = np.array(self._scales)
         weights = self._weights(features / scales, took_us, self._prior * scales) / scales
-        predicted_us = float((features @ weights).sum())
-        ratio = took_us.sum() / predicted_us if predicted_us else 1.0
+        counted = self.shares
+        predicted_us = float(counted @ features @ weights)
+        ratio = counted @ took_us / predicted_us if predicted_us else 1.0
         return tuple((ratio * weights).tolist())
 
     def _weights(self, rows: Times, took_us: Times, prior: Times) -> Times:
         """None below 0, and near the prior where samples do not say otherwise; one whose prior is 0
         stays 0. Errors count by their share of what is predicted."""
         free = np.flatnonzero(prior)
+        counted = np.sqrt(self.shares)
         ridge = (LinearFit.NOISE / (_DOUBT * prior[free])) ** 2
         weights = prior.copy()
         for _ in range(_REWEIGHTED if self.count else 0):
             unit = np.clip(rows @ weights, took_us / _FAR, took_us * _FAR)
-            shares = rows[:, free] / unit[:, None]
+            shares = rows[:, free] * (counted / unit)[:, None]
             xx = shares.T @ shares + np.diag(ridge)
-            xy = shares.T @ (took_us / unit) + ridge * prior[free]
+            xy = shares.T @ (counted * took_us / unit) + ridge * prior[free]
             weights[free] = _not_negative(xx, xy, weights[free])
         return weights
 
@@ -346,12 +367,17 @@ class _Work:
 def _work(served: Sequence[_Served], chunk: Tokens, has_parts: bool) -> dict[InstanceId, _Work]:
     """has_parts: whether it is known when a prefill was computed; else when its token came."""
     found: dict[InstanceId, list[tuple[Span, tuple[int, ...]]]] = {}
-    for one in served:
+    before_us: dict[InstanceId, float] = {}
+    for one in sorted(served, key=lambda one: one.computed_us[1]):
         begin, end = one.computed_us
-        if one.row.prefill is not None and one.prompt > one.cached and end > begin:
+        where = one.row.prefill
+        if where is not None and one.prompt > one.cached and end > begin:
             span = (begin, end) if has_parts else (end - 1.0, end)
-            features = prefill_features(one.prompt, one.cached, chunk)
-            found.setdefault(one.row.prefill, []).append((span, features))
+            passes, *rest = prefill_features(one.prompt, one.cached, chunk)
+            if not has_parts and end - before_us.get(where, -_LONG_US) < _SAME_PASS_US:
+                passes -= 1
+            before_us[where] = end
+            found.setdefault(where, []).append((span, (passes, *rest)))
     return {where: _Work(them) for where, them in found.items()}
 
 
@@ -376,19 +402,39 @@ class _Fit:
         self._work = _work(served, self._chunk, self._has_parts)
         self._is_mixed = not self._work.keys().isdisjoint(self._decodes)
         self._step: Sequence[float] = LAPTOP_PASS[4:]
-        for _ in range(_ROUNDS if self._is_mixed else 1):
+        self._speed = _Speed()
+        for _ in range(_ROUNDS):  # costs, how fast the machine was when, and the costs then
             self._cold_after_us = self._best_cold()
             self._cores = self._best_cores()
             self._cold_after_us = self._best_cold()
             passes, self._step = self._passes()
+            self._speed = self._found_speed()
         *self._prefill, self._wake = passes
 
     def paces(self) -> tuple[Pace, ...]:
         """How many times as long as by these costs passes took, in each span of time."""
-        lines = [self._mixed()] if self._is_mixed else [self._prefills(), self._steps()]
+        return self._speed.paces()
+
+    def _lines(self) -> list[_StageFit]:
+        """The passes of all kinds."""
+        return [self._mixed()] if self._is_mixed else [self._prefills(), self._steps()]
+
+    def _slowed(self) -> Callable[[float, float], float]:
+        """Returns by what factor work between two times took longer, for want of cores and of a
+        fast machine."""
+        by_cores, speed = self._activity.slowed(self._cores), self._speed
+        return lambda begin, end: by_cores(begin, end) * speed.slowed(begin, end)
+
+    def _found_speed(self) -> _Speed:
+        """How fast the machine was in each span of time, by all passes and their costs."""
+        lines = self._lines()
         spans = np.array([span for line in lines for span in line.spans]).reshape(-1, 2)
+        if not len(spans):
+            return _Speed()
         begin, end = spans.T
-        return _paces(begin, end, np.log(np.concatenate([line.ratios for line in lines])))
+        slowed = np.array([self._speed.slowed(*span) for span in spans])
+        ratios = slowed * np.concatenate([line.ratios for line in lines])
+        return _speed_of(begin, end, ratios, np.concatenate([line.shares for line in lines]))
 
     def profile(self, name: str) -> Profile:
         """All of it."""
@@ -443,8 +489,7 @@ class _Fit:
         tried = np.arange(1.0, count, 0.25) if count <= _MOST_ON_ONE else ()
         errors: dict[float, float] = {}
         for self._cores in (0.0, *map(float, tried)):
-            lines = [self._mixed()] if self._is_mixed else [self._prefills(), self._steps()]
-            errors[self._cores] = sum(line.error for line in lines)
+            errors[self._cores] = sum(line.error for line in self._lines())
         return _best(errors)
 
     def _prefills(self) -> _StageFit:
@@ -452,7 +497,7 @@ class _Fit:
         shared passes are one sample: they took so long together."""
         prior = _PREFILL if self._cold_after_us else (*_PREFILL[:4], 0.0)
         line = _StageFit(prior, _PREFILL_SCALES)
-        slowed = self._activity.slowed(self._cores)
+        slowed = self._slowed()
         colds = self._cold()
         for them in self._together:
             took_us = (them.end_us - them.begin_us) / slowed(them.begin_us, them.end_us)
@@ -462,7 +507,7 @@ class _Fit:
 
     def _steps(self) -> _StageFit:
         """Base, requests and context of decode steps, from the means over each request's steps."""
-        slowed = self._activity.slowed(self._cores)
+        slowed = self._slowed()
         step: tuple[float, ...] = LAPTOP_PASS[4:]
         line = _StageFit(step, _STEP_SCALES)
         for _ in range(_ROUNDS):
@@ -473,7 +518,9 @@ class _Fit:
                 if one.decoded_us is not None:
                     begin, end = one.steps_us
                     took_us = (end - begin) / slowed(begin, end)
-                    line.add(self._stepped(one), took_us, (begin, end))
+                    stepped = self._stepped(one)
+                    share = min(1.0, stepped[0] / stepped[1]) if stepped[1] else 1.0
+                    line.add(stepped, took_us, (begin, end), share)
             step = line.coefficients
         return line
 
@@ -488,20 +535,20 @@ class _Fit:
         """The terms of prefills, then those of steps, where one pass may do both.
 
         The steps of a request have the prefills of others in them, and a prefill has the steps of
-        others in its passes. If no parts of it are known, it also has half of the step that it
-        found; if it met other prefills then, too little is known of it.
+        others in its passes. If no parts of it are known, it counts only if it met nobody: what was
+        left of the pass that others were in is not known.
         """
         prior = _PREFILL if self._cold_after_us else (*_PREFILL[:4], 0.0)
         line = _StageFit((*prior, *LAPTOP_PASS[4:]), (*_PREFILL_SCALES, *_STEP_SCALES))
-        slowed = self._activity.slowed(self._cores)
+        slowed = self._slowed()
         colds = self._cold()
         for load in self._decodes.values():
             load.weigh(partial(_step_us, self._step))
         for them in self._together:
             seqs, context = self._beside(them.where, them.begin_us, them.end_us)
-            if self._has_parts or them.count == 1 or seqs < _ALONE:
-                passes = them.features[0] + (0.0 if self._has_parts else 0.5)
-                steps = (passes * min(1.0, seqs), passes * seqs, passes * context)
+            if self._has_parts or seqs < _ALONE:
+                passes = them.features[0]
+                steps = (0.0, passes * seqs, passes * context)
                 took_us = (them.end_us - them.begin_us) / slowed(them.begin_us, them.end_us)
                 span = (them.begin_us, them.end_us)
                 line.add((*them.features, float(colds[them.first]), *steps), took_us, span)
@@ -509,8 +556,11 @@ class _Fit:
             if one.decoded_us is not None:
                 begin, end = one.steps_us
                 others = self._prefilled_beside(one)
+                gaps, seqs, context = self._stepped(one)
+                alone = max(0.0, gaps - others[0])
                 took_us = (end - begin) / slowed(begin, end)
-                line.add((*others, 0.0, *self._stepped(one)), took_us, (begin, end))
+                share = min(1.0, gaps / seqs) if seqs else 1.0
+                line.add((*others, 0.0, alone, seqs, context), took_us, (begin, end), share)
         return line
 
     def _stepped(self, one: _Served) -> tuple[float, float, float]:
@@ -595,7 +645,7 @@ class _Fit:
         if one.stages.handover_ms is None or one.decoded_us is None:
             return None
         seqs, context = self._found(one)
-        pace = self._activity.slowed(self._cores)(*_handed_over(one))
+        pace = self._slowed()(*_handed_over(one))
         step_us = pace * _step_us(self._step, seqs + 1, context + one.prompt)
         rest_us = pace * _step_us(self._step, seqs, context) / 2 if seqs > 0.5 else 0.0
         idle_us = self._activity.idle_us(one.decoded_us[0])
@@ -612,7 +662,7 @@ class _Fit:
     ) -> Overhead:
         """One stage of some requests; when: the time of it, with others' work on the same cores."""
         is_cold = cold and self._cold_after_us > 0
-        slowed = self._activity.slowed(self._cores)
+        slowed = self._slowed()
         line = _StageFit(_OVERHEAD if is_cold else (*_OVERHEAD[:2], 0.0), (1.0, 1e3, 1.0))
         for one, how_cold in zip(self._served, self._cold(), strict=True):
             took = took_ms(one)
@@ -623,22 +673,40 @@ class _Fit:
         return Overhead(*line.coefficients) if line.count >= LEAST_ROWS else Overhead()
 
 
-def _paces(begin_us: Times, end_us: Times, logs: Times) -> tuple[Pace, ...]:
-    """Means of these logarithms over what lies in each span of time; little of it counts less."""
-    if not len(logs):
-        return ()
+class _Speed:
+    """By what factor work took longer in each span of time, until the last edge."""
+
+    def __init__(self, edges: Sequence[float] = (), factors: Sequence[float] = ()) -> None:
+        self._edges = np.array(edges, np.float64)
+        self._factors = np.array(factors, np.float64)
+        self._work = np.append(0.0, np.cumsum(np.diff(self._edges) / self._factors[:-1]))
+
+    def slowed(self, begin: float, end: float) -> float:
+        """The mean factor of work that lasted so long."""
+        if end <= begin or not len(self._edges):
+            return 1.0
+        done = np.interp((begin, end), self._edges, self._work)
+        return (end - begin) / max(1.0, float(done[1] - done[0]))
+
+    def paces(self) -> tuple[Pace, ...]:
+        """The same for a simulation."""
+        pairs = zip(self._edges, self._factors, strict=True)
+        return tuple(Pace(round(at), float(factor)) for at, factor in pairs)
+
+
+def _speed_of(begin_us: Times, end_us: Times, ratios: Times, shares: Times) -> _Speed:
+    """How long what lies in each span of time took, over what it should; little of it counts less.
+    All work together takes as long as without these factors."""
     first, last = begin_us.min(), end_us.max()
     edges = np.arange(first, last, max(_PACE_US, (last - first) / _MOST_PACES))
     ends = np.append(edges[1:], last)
     within = np.minimum(end_us[:, None], ends) - np.maximum(begin_us[:, None], edges)
-    within = np.maximum(0.0, within)
-    known_us = within.sum(axis=0)
-    means = logs @ within / (known_us + _PACE_DOUBT_US)
-    means -= means @ known_us / known_us.sum()
-    found = [
-        Pace(round(at), float(factor)) for at, factor in zip(edges, np.exp(means), strict=True)
-    ]
-    return (*found, Pace(round(last), 1.0))
+    within = np.maximum(0.0, within) * shares[:, None]
+    took_us = within.sum(axis=0)
+    work_us = (1 / ratios) @ within
+    factors = (took_us + _PACE_DOUBT_US) / (work_us + _PACE_DOUBT_US)
+    factors *= work_us.sum() / (factors @ work_us)
+    return _Speed([*edges, last], [*factors, 1.0])
 
 
 def _best(errors: Mapping[float, float]) -> float:

@@ -227,6 +227,8 @@ class Node:
         did = False
         if self._intake and not self._full:
             self._break_run()  # the room is what the finished passes have left
+        if self._pass is not None and self.info.connector != "embedded":
+            return False  # between passes such an engine looks for calls, and what it has of them
         while self._intake and not self._full:
             if not self._has_room(self._intake[0]):
                 self._full = True

@@ -2,11 +2,13 @@
 
 One form serves the Conductor, live and simulated, and what makes up time: fake engine, simulator:
 
-    pass = [prefill] (base + a new + b square + c past) + [decode] (base + d seqs + e context)
+    pass = base + a new + b square + c past + d seqs + e context
 
-with new = tokens computed, square = sum(end^2 - start^2) (attention), past = sum(start) over the
-chunks; see PassSample. Prefilling n tokens of which p are cached then costs the papers' right form
-in (n - p), (n^2 - p^2) and p. Nothing here knows an engine; all times are microseconds.
+with one base for a pass that prefills and another one for a pass that only decodes: a pass reads
+the weights once, also if it does both. new = tokens computed, square = sum(end^2 - start^2)
+(attention), past = sum(start) over the chunks; see PassSample. Prefilling n tokens of which p are
+cached then costs the papers' right form in (n - p), (n^2 - p^2) and p. Nothing here knows an
+engine; all times are microseconds.
 """
 
 from __future__ import annotations
@@ -316,7 +318,7 @@ def pass_sample(work: Pass, elapsed_us: Micros) -> PassSample:
             new += count
             square += (start + count) ** 2 - start**2
             past += start
-    return PassSample(new, square, past, seqs, context, elapsed_us)
+    return PassSample(new, square, past, seqs, context, elapsed_us, decodes=0 if new else 1)
 
 
 def _pass_features(sample: PassSample) -> tuple[float, ...]:

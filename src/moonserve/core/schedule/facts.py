@@ -87,7 +87,7 @@ class PassSample(msgspec.Struct, frozen=True):
     prefills: int = 1
     """Passes with a prefill in them, where there are any."""
     decodes: int = 1
-    """Passes with a decode in them, likewise."""
+    """Passes without a prefill, where requests decode."""
 
 
 class TransferSample(msgspec.Struct, frozen=True):

@@ -284,7 +284,7 @@ class CallWatch:
                 own_context + round(context * (prefills + after)),
                 took_us,
                 prefills,
-                prefills + after if beside else after,
+                after,
             )
         )
 
