@@ -9,6 +9,7 @@ from moonserve.core.request import Request, Slo
 from moonserve.core.schedule.actions import Abort, Action, Decode, GiveUp, Prefill, Refuse, Release
 from moonserve.core.schedule.adoption import Tracked
 from moonserve.core.schedule.conductor import PAUSE_US, Conductor
+from moonserve.core.schedule.explain import why
 from moonserve.core.schedule.facts import (
     Arrived,
     Beat,
@@ -73,6 +74,36 @@ def test_a_life_without_trouble() -> None:
     assert conductor.promised() == Promised(1, 0, 0, 1)
     assert conductor.step(3, [DecodeEnded(R, decode.number)]) == [Release(R, (1,))]
     assert conductor.promised() == NOTHING
+
+
+def test_what_calls_take_beside_their_passes_is_predicted() -> None:
+    """After eight prefill calls that met no other and took 40 ms longer than their passes, a TTFT
+    is predicted with these 40 ms. A call that waited behind another one teaches nothing."""
+    conductor = cluster("p0", "d0")
+    now_us = 0
+
+    def serve(name: str, beside_us: int, behind: bool = False) -> Prefill:
+        nonlocal now_us
+        now_us += 1_000
+        other = arrived(f"before-{name}")
+        conductor.step(now_us, [other] if behind else [])
+        prefill = placed(conductor.step(now_us, [arrived(name)]))
+        chosen = prefill.decision.chosen
+        assert bool(chosen.queue_us) == behind
+        now_us += chosen.ttft_us + beside_us
+        conductor.step(now_us, [PrefillEnded(RequestId(name), prefill.number, final=True)])
+        conductor.step(now_us, [ClientGone(other.request.id)])
+        return prefill
+
+    for at in range(7):
+        assert serve(f"r{at}", 40_000).decision.call_us == 0
+    for at in range(7, 11):
+        serve(f"r{at}", 500_000, behind=True)
+    assert serve("r11", 40_000).decision.call_us == 0
+    decision = serve("r12", 40_000).decision
+    assert decision.call_us == 40_000
+    assert decision.predicted_ttft_us == decision.chosen.ttft_us + 40_000
+    assert "and 40 ms for its call" in why(decision, [decision.chosen])
 
 
 def test_one_token_needs_no_decode() -> None:

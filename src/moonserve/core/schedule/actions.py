@@ -92,6 +92,9 @@ class Decision(msgspec.Struct, frozen=True):
     joint: bool = False
     """Whether one external engine does all of it in one call. The driver reports its first token as
     PrefillEnded, and no Decode follows."""
+    call_us: Micros = 0
+    """What its prefill call usually takes beside the chosen candidate's terms, see Cost.call_us;
+    part of the predicted TTFT."""
 
     @property
     def reused_tokens(self) -> Tokens:

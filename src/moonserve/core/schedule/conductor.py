@@ -342,6 +342,9 @@ class Conductor:
         if life is None:
             return
         absent = life.absent(fact)
+        beside_us = life.call_took_us(fact, now_us)
+        if beside_us is not None and life.at[-1] in self.view.instances:
+            self.view.instances[life.at[-1]].cost.took(beside_us)
         match life.step(fact, now_us, self.tuning.patience_us):
             case End(failure):
                 self._forecast.learn(fact, life.request, self._decoder(life), now_us)
@@ -532,7 +535,7 @@ class Conductor:
         request = life.request
         decision = verdict.decision
         self._parked.pop(request.id, None)
-        number = life.placed(decision)
+        number = life.placed(decision, now_us)
         infos = groups.promise(self.view.instances, request.id, life.shares, now_us)
         if self._policy.looks_back:
             for share in life.shares:

@@ -14,7 +14,9 @@ engine; all times are microseconds.
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Sequence
+from statistics import median_low
 from typing import Final, TypeAlias
 
 from moonserve.core.engine.batch import Pass
@@ -170,6 +172,8 @@ KNOWN_FROM = 8
 """The number of measured passes from which on a fit may refuse a request."""
 _MOST_ERROR = 0.1
 """The largest error that makes predictions equal: beyond it, even a poor fit says something."""
+CALLS_KEPT = 32
+"""Calls whose times beside their work are kept; the usual one of them is predicted."""
 LENDS_FROM = 4
 """The number of measured passes from which on a fit may be the prior of others."""
 _STRANGER = 16.0
@@ -200,6 +204,11 @@ class Cost:
             transfer_prior, _TRANSFER_SCALES, _TRANSFER_DOUBT, **lasting
         )
         self._learns = learns
+        self._beside_us: deque[Micros] = deque(maxlen=CALLS_KEPT)
+        self.call_us: Micros = 0
+        """What a prefill call usually takes beside its transfer and its passes: its way, loading
+        KV that the instance has itself, publishing, and that the first pass of an idle machine is
+        slow. 0: too few were measured."""
         self._lent = 0
         """Samples of the fit of its like, when that was taken for the prior; 0: it was not."""
         self._take()
@@ -235,6 +244,14 @@ class Cost:
             for fit in (self._transfer, self._all_transfers):
                 fit.observe((1, load.size_bytes), load.elapsed_us)
         self._take()
+
+    def took(self, beside_us: Micros) -> None:
+        """Learn from a prefill call that met no other: what it took beside what was predicted."""
+        if not self._learns:
+            return
+        self._beside_us.append(beside_us)
+        if len(self._beside_us) >= KNOWN_FROM:
+            self.call_us = max(0, median_low(self._beside_us))
 
     @property
     def known(self) -> bool:

@@ -101,6 +101,11 @@ class _Prefill(msgspec.Struct):
     group: Group | None = None
     why_alone: str | None = None
 
+    @property
+    def first_us(self) -> Micros:
+        """Predicted time until its token is here, with the call's own time."""
+        return self.ttft_us + self.last.cost.call_us
+
 
 class _Decode(msgspec.Struct):
     """The decode instance that was chosen."""
@@ -339,7 +344,7 @@ def _choose_decode(
         view, meets = choose_decode(context, others, goal_us, near, leaves=policy.late)
     if ask.decode_load is None or _is_refused(ask, prefill):
         return _Decode(view, meets, view.tbt_us(ask.length), view.tbt_us(context))
-    ends_us = now_us + prefill.ttft_us
+    ends_us = now_us + prefill.first_us
     found = roomy_decode(view, others, context, goal_us, ask.decode_load, ends_us)
     return _Decode(found[0], meets, found[1], found[2])
 
@@ -352,7 +357,7 @@ def _is_refused(ask: Ask, prefill: _Prefill) -> bool:
 
 def _misses_ttft(ask: Ask, prefill: _Prefill) -> bool:
     goal_us = ask.slo.slo.ttft_us
-    return goal_us is not None and ask.waited_us + prefill.ttft_us > goal_us
+    return goal_us is not None and ask.waited_us + prefill.first_us > goal_us
 
 
 def _tbt_share(waited_us: Micros, slo: Slo, tuning: Tuning) -> float:
@@ -388,7 +393,8 @@ def _verdict(
         prompt_tokens=ask.length,
         copies=policy.copies,
         waited_us=ask.waited_us,
-        predicted_ttft_us=ask.waited_us + prefill.ttft_us,
+        predicted_ttft_us=ask.waited_us + prefill.first_us,
+        call_us=last.cost.call_us,
         predicted_tbt_us=decode.likely_us,
         pool_tokens=ask.match.pool * options.block_size,
         chosen=candidates.chosen,

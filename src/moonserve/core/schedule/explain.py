@@ -186,7 +186,8 @@ def why(decision: Decision, candidates: Sequence[Candidate]) -> str:
     best = decision.chosen
     others = candidates[1:]
     alone = " alone" if decision.stages else ""
-    expected = f"{_ms(best.ttft_us)} to the first token{alone}, {_plan(best, decision)}"
+    call = f" and {_ms(decision.call_us)} for its call" if decision.call_us else ""
+    expected = f"{_ms(best.ttft_us)} to the first token{alone}{call}, {_plan(best, decision)}"
     waited = f" after {_ms(decision.waited_us)} at the Conductor" if decision.waited_us else ""
     if not others:
         chose = f"{best.instance} was the only one to choose from{waited}"

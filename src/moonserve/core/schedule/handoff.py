@@ -112,6 +112,8 @@ class Handoff:
         self.stalled_us: Micros | None = None
         """When the first call failed since then; None: none has."""
         self.decision: Decision | None = None
+        self.called_us: Micros | None = None
+        """When the last prefill call went out; None: another Conductor made it."""
         self.shares: tuple[Stage, ...] = ()
         """The parts of the prefill call that is out, as long as they are promised."""
         self.leases: list[int] = []
@@ -140,10 +142,11 @@ class Handoff:
             life.at = [share.instance for share in life.shares]
         return life
 
-    def placed(self, decision: Decision) -> int:
+    def placed(self, decision: Decision, now_us: Micros | None = None) -> int:
         """A prefill call goes out; returns its number."""
         assert self.phase is Phase.PREFILL
         self.decision = decision
+        self.called_us = now_us
         self.number += 1
         self.leases.append(self.number)
         self.shares = decision.shares
@@ -168,6 +171,21 @@ class Handoff:
         self.at = [instance]
         self.number += 1
         return self.number
+
+    def call_took_us(self, fact: LifeFact, now_us: Micros) -> Micros | None:
+        """How long the prefill call took that this fact ends, beside what was predicted of it.
+
+        None: it ends none, or the call met others, or a group did it, or its end may not be that of
+        its prefill.
+        """
+        decision = self.decision
+        if self.phase is not Phase.PREFILL or not isinstance(fact, PrefillEnded):
+            return None
+        if fact.number != self.number or self.called_us is None or decision is None:
+            return None
+        if decision.joint or decision.stages or decision.chosen.queue_us:
+            return None
+        return now_us - self.called_us - decision.chosen.ttft_us
 
     def staged(self, fact: StageEnded) -> bool:
         """Whether this fact ends the part of an instance of the group that prefills now."""
