@@ -30,7 +30,7 @@ from moonserve.core.units import InstanceId
 from moonserve.sim.cluster import Simulation
 from moonserve.sim.compared import Compared, compare
 from moonserve.sim.fitted import fit
-from moonserve.sim.recording import read_recording, setup_of_cluster
+from moonserve.sim.recording import finds_output, read_recording, setup_of_cluster
 from moonserve.sim.served import Served
 from moonserve.sim.setup import Pace
 from moonserve.sim.synthesize import Shape, synthesize
@@ -370,6 +370,20 @@ def test_a_slow_time_is_not_taken_for_the_cost_of_many_requests() -> None:
     found = compared(rows, run(of, fitted.profile, trace, fitted.paces_since(1e15)))
     assert not found["ttft_ms"].missed()
     assert abs(found["tbt_ms"].errors()["mean"]) < 0.03
+
+
+def test_whether_a_next_turn_finds_an_output_is_seen_in_a_recording() -> None:
+    """It did if a request found a block that no earlier prompt had: of an answer that came back."""
+    of = external("none")
+    of = RecordedCluster(of.instances[:1], of.tuning)
+    turn = Row(0, 4 * BLOCK, 2 * BLOCK + 1, (0, 1, 2, 3))
+    following = Row(60_000_000, 7 * BLOCK, 4, (0, 1, 2, 3, 4, 5, 6))
+    for keeps, cached in ((True, 6 * BLOCK), (False, 4 * BLOCK)):
+        setup = setup_of_cluster(of, UNREPORTED, BLOCK, keeps)
+        sim = Simulation(Trace("t", BLOCK, [turn, following]), setup)
+        assert sim.run()
+        assert sim.served[1].cached == cached
+        assert finds_output([recorded(one, of) for one in sim.served]) == keeps
 
 
 def test_costs_without_a_base_are_a_fit_too() -> None:

@@ -75,7 +75,8 @@ class ClusterWatch:
 
         at, first = next(iter(self._rows.items()))
         start_us = 1e3 * (first.arrived_ms or 0) - trace.rows[at].at_us
-        setup = setup_of_cluster(self._cluster, self.profile, trace.block_size)
+        # the texts are made up: no prompt has the tokens of an answer
+        setup = setup_of_cluster(self._cluster, self.profile, trace.block_size, False)
         paces = self._fitted.paces_since(start_us)
         sim = Simulation(trace, msgspec.structs.replace(setup, paces=paces))
         sim.run()

@@ -235,7 +235,7 @@ class TwinRounds:
 
     def _advice(self, deadline_s: float) -> Advice:
         from moonserve.sim.fitted import fit
-        from moonserve.sim.recording import setup_of_cluster
+        from moonserve.sim.recording import finds_output, setup_of_cluster
         from moonserve.sim.twin import LEAST_JUDGED, Twin, happened, has_objectives, judged
 
         slo = self._cluster.tuning.slo
@@ -274,7 +274,9 @@ class TwinRounds:
         self.has_judged = True
         try:
             fitted = fit("recorded requests", self._cluster, self._rows)
-            setup = setup_of_cluster(self._cluster, fitted.profile, self._rows[-1].block_size)
+            size = self._rows[-1].block_size
+            keeps = finds_output(self._rows)
+            setup = setup_of_cluster(self._cluster, fitted.profile, size, keeps)
             simulated = Twin(
                 window, setup, lambda: time.monotonic() > deadline_s, fitted.paces_since
             )

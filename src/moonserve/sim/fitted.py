@@ -403,7 +403,9 @@ class _Fit:
         self._is_mixed = not self._work.keys().isdisjoint(self._decodes)
         self._step: Sequence[float] = LAPTOP_PASS[4:]
         self._speed = _Speed()
-        for _ in range(_ROUNDS):  # costs, how fast the machine was when, and the costs then
+        # If passes do both, a slow time looks like the cost of many requests: costs and speed of
+        # the machine are found in turns.
+        for _ in range(_ROUNDS if self._is_mixed else 1):
             self._cold_after_us = self._best_cold()
             self._cores = self._best_cores()
             self._cold_after_us = self._best_cold()

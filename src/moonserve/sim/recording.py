@@ -6,6 +6,7 @@ recording, sim.fitted makes a profile of their times. Nothing is written here.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from operator import attrgetter
 from pathlib import Path
 
@@ -62,7 +63,8 @@ class Recording(msgspec.Struct, frozen=True):
 
     def setup(self, profile: Profile) -> Setup:
         """Its cluster, with instances of this profile."""
-        return setup_of_cluster(self.cluster, profile, self.rows[0].block_size)
+        size = self.rows[0].block_size
+        return setup_of_cluster(self.cluster, profile, size, finds_output(self.rows))
 
     def trace(self, limit: int | None, block_size: Tokens) -> Trace:
         """The first `limit` of its requests, or all; see read_trace."""
@@ -100,8 +102,26 @@ def recorded_profile(path: Path) -> Profile:
     return recording.fitted().profile
 
 
-def setup_of_cluster(cluster: RecordedCluster, profile: Profile, block_size: Tokens) -> Setup:
-    """The cluster as the simulator takes it, for a trace with this block size."""
+def finds_output(rows: Iterable[RecordedRequest]) -> bool:
+    """Whether some request found a block cached that no earlier prompt had: one of an output.
+
+    A next turn need not begin with the tokens of the last answer. Its client may have shortened it,
+    or its tokens may be others than those that were generated.
+    """
+    seen: set[int] = set()
+    for row in rows:
+        blocks = row.hash_ids[: (row.actual_cached_tokens or 0) // row.block_size]
+        if not seen.issuperset(blocks):
+            return True
+        seen.update(row.hash_ids[: row.input_length // row.block_size])
+    return False
+
+
+def setup_of_cluster(
+    cluster: RecordedCluster, profile: Profile, block_size: Tokens, keeps_output: bool = True
+) -> Setup:
+    """The cluster as the simulator takes it, for a trace with this block size. keeps_output:
+    whether next turns find the KV of outputs, at external engines that serve whole requests."""
     at_prefill = [it for it in cluster.instances if it.role != "decode"]
     at_decode = [it for it in cluster.instances if it.role != "prefill"]
     one = at_prefill[0]
@@ -121,7 +141,7 @@ def setup_of_cluster(cluster: RecordedCluster, profile: Profile, block_size: Tok
         prefill_seqs=one.max_seqs,
         chunk_tokens=one.chunk_tokens,
         decode_seqs=at_decode[0].max_seqs,
-        keep_output=not embedded,
+        keep_output=not embedded and (keeps_output or not mixed),
         connector=one.connector,
         ahead=0,
         first_token="prefill" if embedded or mixed else "decode",
