@@ -87,7 +87,7 @@ def bytes_per_block(blocks: int, copies: int) -> float:
     return (after - before) / (len(gateway.index) - began) + ROUNDED
 
 
-@pytest.mark.parametrize(("blocks", "copies", "most"), [(42_000, 1, 200), (21_000, 2, 300)])
+@pytest.mark.parametrize(("blocks", "copies", "most"), [(42_000, 1, 185), (21_000, 2, 280)])
 def test_a_block_costs_few_bytes(blocks: int, copies: int, most: int) -> None:
     """Index, catalog and the key that both share: at most so many bytes a block.
 

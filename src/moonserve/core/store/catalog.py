@@ -35,6 +35,9 @@ from moonserve.core.store.words import (
 )
 from moonserve.core.units import BlockKey, Bytes, LeaseId, Micros, SegmentId
 
+_ID_BITS = 64
+_ID = (1 << _ID_BITS) - 1
+"""The id in a change, which is one number: many may wait for their owner's beat."""
 _MAX_CHANGES = 1_024
 """The most changed keys in one answer to a beat."""
 _MAX_RELEASED = 65_536
@@ -144,7 +147,7 @@ class SegmentLedger:
         self.leaving_bytes: Bytes = 0
         """Bytes that will be free once their copies to disk are made."""
         self.draining = False
-        self._changed: dict[Key, tuple[int, int]] = {}
+        self._changed: dict[Key, int] = {}
         """Key -> (number of its last change, highest id put or dropped), in that order."""
         self._changes = 0
         self._mounting = mounting
@@ -156,8 +159,8 @@ class SegmentLedger:
     def note_change(self, key: Key, id: int) -> None:
         """A replica was added or dropped: the owner has to receive this change."""
         self._changes += 1
-        old = self._changed.pop(key, None)
-        self._changed[key] = (self._changes, id if old is None else max(id, old[1]))
+        old = self._changed.pop(key, 0)
+        self._changed[key] = self._changes << _ID_BITS | max(id, old & _ID)
 
     def changes_after(
         self, seen: Seen, held: Callable[[Key], Held | None]
@@ -170,16 +173,17 @@ class SegmentLedger:
         changed = self._changed
         last = seen[1] if seen[0] == self._mounting else 0
         if last:
-            changed = {key: change for key, change in changed.items() if change[0] > last}
+            changed = {key: it for key, it in changed.items() if it >> _ID_BITS > last}
             self._changed = changed
         changes: list[Held | Gone] = []
-        for key, (number, id) in islice(changed.items(), _MAX_CHANGES):
+        for key, change in islice(changed.items(), _MAX_CHANGES):
+            id = change & _ID
             here = held(key)
             if here is None or here.id != id:
                 changes.append(Gone(key, id))
             if here is not None:
                 changes.append(here)
-            last = number
+            last = change >> _ID_BITS
         return tuple(changes), (self._mounting, last), len(changed) > _MAX_CHANGES
 
     def unreported(self) -> list[Key]:

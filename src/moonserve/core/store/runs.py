@@ -1,7 +1,7 @@
 """Runs: successive blocks of a chain on one segment, and the order in which runs are evicted.
 
 Only core.store.catalog uses this. A run keeps in arrays what its blocks differ in, and once what
-they share, so that a block costs some 20 bytes beside its key. A run is divided where one part of
+they share, so that a block costs some 16 bytes beside its key. A run is divided where one part of
 it is used, held or removed without the other; parts are not joined again.
 
 What never happens here: a decision what to evict for; a change of a catalog's other ledgers.
@@ -21,7 +21,7 @@ LONGEST = 128
 """Blocks of one run. A key is looked for by going through its run, which takes 2 us or less."""
 
 Numbers: TypeAlias = "range | array[int]"
-"""Ids of successive blocks: nearly always they count up, and then cost nothing."""
+"""Ids or places of successive blocks: nearly always they count up, and then cost nothing."""
 
 
 class StoredRun:
@@ -31,6 +31,7 @@ class StoredRun:
     """
 
     __slots__ = (
+        "_code",
         "_next",
         "_offsets",
         "checksums",
@@ -48,7 +49,7 @@ class StoredRun:
     def __init__(
         self, segment: SegmentId, parent: Key | None, size: Bytes, options: PutOptions, code: str
     ) -> None:
-        """`code`: the type of the array of offsets, see `code_of`."""
+        """`code`: the type of an array of offsets, see `code_of`."""
         self.segment = segment
         self.parent = parent
         """The key before keys[0]; None at a chain's head."""
@@ -62,7 +63,8 @@ class StoredRun:
         """Of the put or copy that wrote each replica. Of objects that were put here they are the
         versions, and one object serves for both."""
         self.checksums = array("Q")
-        self._offsets = array(code)  # in units of ALIGN
+        self._offsets: Numbers = self.versions  # in units of ALIGN
+        self._code = code
         self._next = 0  # after the key that was looked for last
         self.several = False
         """Whether an object of it may have had a second replica."""
@@ -82,7 +84,8 @@ class StoredRun:
         else:
             self.ids = _appended(self.ids[:], id)
             self.versions = _appended(self.versions, version)
-        self._offsets.append(offset // ALIGN)
+        step = self.extent // ALIGN
+        self._offsets = _appended(self._offsets, offset // ALIGN, step, self._code)
 
     def prepend(
         self, key: Key, parent: Key | None, sums: tuple[int, int, int], offset: Bytes
@@ -101,11 +104,12 @@ class StoredRun:
             if isinstance(self.versions, range) and self.versions.start == version + 1
             else array("Q", [version, *self.versions])
         )
-        self._offsets.insert(0, offset // ALIGN)
+        self._offsets = array(self._code, [offset // ALIGN, *self._offsets])
 
     def pop(self) -> None:
         """Take the last block out."""
-        del self.keys[-1], self.checksums[-1], self._offsets[-1]
+        del self.keys[-1], self.checksums[-1]
+        self._offsets = self._offsets[:-1]
         same = self.ids is self.versions
         self.versions = self.versions[:-1]
         self.ids = self.versions if same else self.ids[:-1]
@@ -148,12 +152,11 @@ class StoredRun:
 
     def divided(self, at: int, keep_head: bool) -> StoredRun:
         """Give away the blocks from `at` on, or those before it, as a new run."""
-        code = self._offsets.typecode
         if keep_head:
-            new = StoredRun(self.segment, self.keys[at - 1], self.size, self.options, code)
+            new = StoredRun(self.segment, self.keys[at - 1], self.size, self.options, self._code)
             gives, keeps = slice(at, None), slice(0, at)
         else:
-            new = StoredRun(self.segment, self.parent, self.size, self.options, code)
+            new = StoredRun(self.segment, self.parent, self.size, self.options, self._code)
             gives, keeps = slice(0, at), slice(at, None)
             self.parent = self.keys[at - 1]
         new.several = self.several
@@ -174,13 +177,14 @@ def code_of(capacity_bytes: Bytes) -> str:
     return "I" if capacity_bytes // ALIGN < 1 << 32 else "Q"
 
 
-def _appended(numbers: Numbers, number: int) -> Numbers:
+def _appended(numbers: Numbers, number: int, step: int = 1, code: str = "Q") -> Numbers:
+    """The numbers with one more. They are a range as long as each is `step` above the last."""
     if isinstance(numbers, range):
         if not numbers:
-            return range(number, number + 1)
+            return range(number, number + step, step)
         if number == numbers.stop:
-            return range(numbers.start, number + 1)
-        numbers = array("Q", numbers)
+            return range(numbers.start, number + step, step)
+        numbers = array(code, numbers)
     numbers.append(number)
     return numbers
 
