@@ -80,9 +80,10 @@ class ActionInbox:
 
     async def until_lost(self, call: Coroutine[Any, Any, T]) -> T:
         """Await a call to an instance. Raises CallLost if the Conductor ends the call."""
-        if self.lost is not None:
+        why = self.lost
+        if why is not None:
             call.close()
-            raise CallLost(self.lost)
+            raise CallLost(why)
         self._awaiting = True
         try:
             return await call

@@ -9,8 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-import msgspec
-
+from moonserve.core.frozen import Frozen
 from moonserve.core.schedule.record import DecodeTimes, PrefillTimes
 from moonserve.core.units import Tokens
 from moonserve.live.openai import usage
@@ -126,7 +125,7 @@ class Passing:
         return self.put_right(body)
 
 
-class NamedReply(msgspec.Struct, frozen=True):
+class NamedReply(Frozen, frozen=True):
     """How the events of a form are read that have names."""
 
     token: bytes
