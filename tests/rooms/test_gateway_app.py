@@ -322,13 +322,13 @@ BAD: list[tuple[tuple[str, Any], str | None]] = [
     (_chat(messages=[HI["messages"][0]] * 9), "messages"),
     (_said({"content": "x"}), "messages[1].role"),
     (_said({"role": "wizard", "content": "x"}), "messages[1].role"),
-    (_said({"role": "tool", "content": "x"}), "messages[1].role"),
+    (_said({"role": "function", "content": "x"}), "messages[1].role"),
     (_said({"role": "user"}), "messages[1].content"),
     (_said({"role": "user", "content": 1}), "messages[1].content"),
     (_said({"role": "user", "content": [{"type": "image_url"}]}), "messages[1].content[0].type"),
     (_said({"role": "user", "content": [{"type": "text"}]}), "messages[1].content[0].text"),
     (_said({"role": "user", "content": [{}]}), "messages[1].content[0].type"),
-    (_said({"role": "assistant", "tool_calls": [1]}), "messages[1].tool_calls"),
+    (_said({"role": "assistant", "tool_calls": [1]}), "messages[1].tool_calls[0]"),
     (_said({"role": "user", "content": "forbidden"}), "messages"),
     (_chat(temperature="hot"), "temperature"),
     (_chat(temperature=-0.1), "temperature"),
@@ -359,7 +359,7 @@ BAD: list[tuple[tuple[str, Any], str | None]] = [
     (_chat(stream=True, stream_options={"include_usage": 1}), "stream_options.include_usage"),
     (_chat(n=0), "n"),
     (_chat(logprobs=2), "logprobs"),
-    (_chat(tools=[{"type": "function"}]), "tools"),
+    (_chat(tools=[{"type": "function"}]), "tools[0].function"),
     (_chat(tool_choice="required"), "tool_choice"),
     (_chat(response_format={"type": "xml"}), "response_format.type"),
     (_chat(logit_bias={"x": 2}), "logit_bias"),
@@ -458,8 +458,8 @@ def test_unsupported_fields_say_so() -> None:
             *((_chat(best_of=n), "best_of: only 1 is supported here; use n") for n in odd),
             (_text(echo=0), "echo: only false is supported here; leave it out"),
             (
-                _chat(tool_choice="x"),
-                'tool_choice: only "none" or "auto" is supported here; leave it out',
+                _text(tool_choice="x"),
+                'tool_choice: only "none" or "auto" is supported here; use /v1/chat/completions',
             ),
             (_chat(guided_regex="x"), "guided_regex: not supported here; leave it out"),
         ]:
@@ -521,7 +521,7 @@ def test_hopeless_text_is_refused_before_any_work() -> None:
         def encode(self, text: str, *, add_bos: bool) -> list[int]:
             raise AssertionError("encoded")
 
-        def render_chat(self, messages: Sequence[Mapping[str, str]]) -> str:
+        def render_chat(self, messages: Sequence[Mapping[str, Any]], tools: Any = None) -> str:
             if len(messages) == 1:
                 return "x" * 401
             raise AssertionError("rendered")

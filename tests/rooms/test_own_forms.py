@@ -236,7 +236,6 @@ BLOCK = {"role": "user", "content": [{"type": "image", "source": {}}]}
         (RESPONSES, {"store": True}, "store"),
         (RESPONSES, {"background": True}, "background"),
         (RESPONSES, {"text": {"format": {"type": "json_object"}}}, "text.format.type"),
-        (RESPONSES, {"tools": [{"type": "function", "name": "f"}]}, "tools"),
         (RESPONSES, {"include": ["message.output_text.logprobs"]}, "include"),
         (RESPONSES, {"max_output_tokens": 0}, "max_output_tokens"),
         (RESPONSES, {"metadata": {"a": 1}}, "metadata[...]"),
@@ -253,10 +252,8 @@ BLOCK = {"role": "user", "content": [{"type": "image", "source": {}}]}
         (MESSAGES, {"stop_sequences": [""]}, "stop_sequences[0]"),
         (MESSAGES, {"stop_sequences": ["a"] * 17}, "stop_sequences"),
         (MESSAGES, {"thinking": {"type": "enabled", "budget_tokens": 9}}, "thinking"),
-        (MESSAGES, {"tools": [{"name": "f"}]}, "tools"),
         (COUNT, {"messages": [BLOCK]}, "messages[0].content[0].type"),
         (MESSAGES, {"stop": "a"}, "stop"),
-        (COUNT, {"tools": [{"name": "f"}]}, "tools"),
         (COUNT, {"instructions": "a"}, "instructions"),
         ("/tokenize", {"model": "m"}, "prompt"),
         ("/tokenize", {"model": "m", "prompt": "a", "add_special_tokens": False},
@@ -303,30 +300,34 @@ def test_a_path_of_external_engines_names_them(path: str, remedy: str) -> None:
     run(use)
 
 
-@pytest.mark.parametrize("path", ["/v1/chat/completions", RESPONSES, MESSAGES, COUNT])
-def test_tools_are_refused_by_what_the_template_knows(path: str) -> None:
-    """If its template has no place for tools, the 400 blames the model, and else our workers."""
+TOOLS = {
+    "/v1/chat/completions": {"type": "function", "function": {"name": "f"}},
+    RESPONSES: {"type": "function", "name": "f"},
+    MESSAGES: {"name": "f", "input_schema": {}},
+    COUNT: {"name": "f", "input_schema": {}},
+}
+
+
+@pytest.mark.parametrize("path", TOOLS)
+def test_a_model_whose_template_has_no_place_for_tools(path: str) -> None:
+    """A 400 blames the model, for tools and for a conversation that had them."""
     chat = {"model": "m", "messages": [HI]}
 
     class NoTools(ByteText):
         knows_tools = False
 
-    async def code(rig: Rig) -> tuple[str, str, bool]:
-        body = {**ASKS.get(path, chat), "tools": [{"type": "function", "name": "f"}]}
-        reply = await rig.post(path, body)
-        assert reply.status == 400, reply.body
+    async def use(rig: Rig) -> None:
+        body = {**ASKS.get(path, chat), "tools": [TOOLS[path]]}
+        error = json.loads((await rig.post(path, body)).body)["error"]
+        assert (error["code"], error["param"]) == ("model_without_tools", "tools")
+        assert "chat template of 'm'" in error["message"]
+        turns = [HI, {"role": "tool", "content": "x"}]
+        reply = await rig.post("/v1/chat/completions", {**chat, "messages": turns})
         error = json.loads(reply.body)["error"]
+        assert (error["code"], error["param"]) == ("model_without_tools", "messages")
         assert not rig.serving.requests
-        return error["code"], error["param"], "chat template of 'm'" in error["message"]
 
-    async def without(rig: Rig) -> None:
-        assert await code(rig) == ("model_without_tools", "tools", True)
-
-    async def using(rig: Rig) -> None:
-        assert await code(rig) == ("unsupported_parameter", "tools", False)
-
-    run(without, text=NoTools())
-    run(using)
+    run(use, text=NoTools())
 
 
 @pytest.mark.parametrize(

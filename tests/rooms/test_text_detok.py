@@ -5,8 +5,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moonserve.live.model.catalog import DEFAULT_MODEL, resolve
+from moonserve.live.text.stops import StopMatcher
 from moonserve.live.text.tokenizer import Tokenizer, load_tokenizer
-from moonserve.live.text.tools import Detokenizer, StopMatcher
+from moonserve.live.text.tools import Detokenizer
 from moonserve.live.text.vocab import vocabulary_of_gguf
 
 BYTE = 3

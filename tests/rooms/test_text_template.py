@@ -14,6 +14,7 @@ from moonserve.live.text.template import ChatTemplate, load_template
 from moonserve.live.text.tokenizer import Tokenizer, load_tokenizer
 from moonserve.live.text.vocab import Vocabulary
 
+FIXTURES = Path(__file__).parents[1] / "fixtures"
 USER = [{"role": "user", "content": "Hi"}]
 
 
@@ -125,6 +126,31 @@ def test_whether_it_has_a_place_for_tools(
 ) -> None:
     """Only if it reads the variable that has them."""
     assert ChatTemplate(source, tokenizer).knows_tools is knows
+
+
+CALLS = "{% for m in messages %}{% for c in m.tool_calls or [] %}{% set f = c.function %}"
+END = "{% endfor %}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("source", "known"),
+    [
+        ((FIXTURES / "tools.jinja").read_text(), True),
+        (
+            "{{ tools }}" + CALLS + '<tool_call>{"name": "{{ f.name }}", "arguments":'
+            "{{ f.arguments | tojson }}}</tool_call>" + END,
+            True,
+        ),
+        ("{{ tools }}" + CALLS + "<tool_call>{{ f.name }}</tool_call>" + END, False),
+        ("{{ tools }}" + CALLS + "[TOOL_CALLS]{{ f | tojson }}" + END, False),
+        ("{{ tools }}{{ raise_exception('no') }}", False),
+        (CALLS + "<tool_call>{{ f | tojson }}</tool_call>" + END, False),
+        (None, False),
+    ],
+)
+def test_whether_its_calls_are_known(tokenizer: Tokenizer, source: str | None, known: bool) -> None:
+    """Only if it has a place for tools, and a call that it writes is read again."""
+    assert ChatTemplate(source, tokenizer).has_known_calls is known
 
 
 def test_without_a_template(tokenizer: Tokenizer) -> None:

@@ -96,7 +96,7 @@ def test_a_field_that_workers_do_not_serve_is_refused_with_a_remedy(
             {"response_format": {"type": "json_schema", "json_schema": {"name": "a"}}},
             "response_format.json_schema.schema",
         ),
-        ("chat", {"messages": [SAID[0] | {"tool_calls": [{}]}]}, "messages[0].tool_calls"),
+        ("chat", {"messages": [SAID[0] | {"tool_calls": [{}]}]}, "messages[0].tool_calls[0].id"),
         (
             "chat",
             {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},

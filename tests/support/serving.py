@@ -5,13 +5,18 @@ from __future__ import annotations
 import asyncio
 import codecs
 from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 from moonserve.core.errors import BadRequest, MoonserveError
 from moonserve.core.request import Request
 from moonserve.live.ports import ModelCard, Output
+from moonserve.live.text.template import ChatTemplate
 
 EOS = 256
 VOCAB = 257
+TOOL_TEMPLATE = (Path(__file__).parents[1] / "fixtures" / "tools.jinja").read_text()
 
 
 class ByteText:
@@ -20,6 +25,7 @@ class ByteText:
     vocab_size = VOCAB
     longest_token_bytes = 4
     knows_tools = True
+    has_known_calls = True
 
     def encode(self, text: str, *, add_bos: bool) -> list[int]:
         """The bytes of `text`."""
@@ -29,7 +35,11 @@ class ByteText:
         """One byte, or the name of EOS."""
         return bytes([id]) if id < EOS else b"<eos>"
 
-    def render_chat(self, messages: Sequence[Mapping[str, str]]) -> str:
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> str:
         """One line per message; a template that refuses to hear "forbidden"."""
         text = "".join(f"{m['role']}: {m['content']}\n" for m in messages)
         if "forbidden" in text:
@@ -39,6 +49,17 @@ class ByteText:
     def detokenizer(self) -> ByteDetokenizer:
         """A fresh one."""
         return ByteDetokenizer()
+
+
+class ToolText(ByteText):
+    """The same with a chat template that has tools."""
+
+    def __init__(self, source: str = TOOL_TEMPLATE) -> None:
+        nothing: Any = SimpleNamespace(bos_token="", eos_token="")
+        template = ChatTemplate(source, nothing)
+        self.knows_tools = template.knows_tools
+        self.has_known_calls = template.has_known_calls
+        self.render_chat = template.render  # type: ignore[method-assign]
 
 
 class ByteDetokenizer:

@@ -18,6 +18,7 @@ from moonserve.live.http.message import Response, StreamingResponse, Write
 from moonserve.live.openai.reply import Usage, Writer
 from moonserve.live.openai.text import TextStream
 from moonserve.live.ports import Output
+from moonserve.live.text.calls import CallReader, FoundCall
 from moonserve.live.text.tools import TokenText
 
 
@@ -32,12 +33,15 @@ class Generation:
         metrics: RequestMetrics,
         arrived_s: float,
         follows: bool = False,
+        calls: CallReader | None = None,
     ) -> None:
-        """follows: whether it is a further choice, whose prompt and TTFT are counted already."""
+        """follows: whether it is a further choice, whose prompt and TTFT are counted already.
+        calls: takes calls of tools out of its text; None: it has none."""
         self.request = request
         self.finish_reason: str | None = None
         self._source = source
         self._text = TextStream(text, request.stopping.stop, request.stopping.min_tokens)
+        self._calls = calls
         self._metrics = metrics
         self._last_s = arrived_s
         self._loop = asyncio.get_running_loop()
@@ -64,6 +68,15 @@ class Generation:
         else:
             text = self._text.end(self._spoken(output))
         self.finish_reason = output.finish_reason if self._text.met is None else "stop"
+        return text if self._calls is None else self._without_calls(text, self._calls)
+
+    def _without_calls(self, text: str, calls: CallReader) -> str:
+        """The text outside calls of tools. It ends with them where the client must act on them."""
+        text = calls.feed(text)
+        if self.finish_reason is not None:
+            text += calls.end()
+            if calls.count and self.finish_reason == "stop":
+                self.finish_reason = "tool_calls"
         return text
 
     def _spoken(self, output: Output) -> tuple[int, ...]:
@@ -106,6 +119,10 @@ class Generation:
         """Their log probabilities; empty if the client does not want them."""
         fresh, self._fresh_logprobs = self._fresh_logprobs, []
         return fresh
+
+    def take_calls(self) -> list[FoundCall]:
+        """See ChoiceState."""
+        return [] if self._calls is None else self._calls.take()
 
     def usage(self) -> Usage:
         """The tokens counted so far; a further choice has no prompt of its own."""

@@ -25,7 +25,7 @@ from moonserve.live.api.generation import Generation, TextExchange, WholeExchang
 from moonserve.live.api.limiter import Limiter, Limits
 from moonserve.live.api.ready_wait import ReadyWait
 from moonserve.live.drive.metrics import RequestMetrics
-from moonserve.live.http.message import HttpRequest, Response, decode_json, json_response
+from moonserve.live.http.message import HttpRequest, Response, json_response
 from moonserve.live.openai import messages, responses, tokenizing
 from moonserve.live.openai import request as openai
 from moonserve.live.openai.logprobs import LogprobWriter
@@ -47,6 +47,7 @@ from moonserve.live.openai.tokenizing import (
 )
 from moonserve.live.openai.trace_context import SamplingRule, begin_trace
 from moonserve.live.ports import ModelCard, Serving
+from moonserve.live.text.calls import CallReader
 from moonserve.live.text.grammar import check_schema
 from moonserve.live.text.tools import TextTools
 
@@ -62,12 +63,6 @@ _SHAPES: Mapping[Form, BodyShape] = {
     "tokenize": tokenizing.TOKENIZE_SHAPE,
     "detokenize": tokenizing.DETOKENIZE_SHAPE,
 }
-
-
-class _ModelOnly(msgspec.Struct):
-    """The one field of a body that was refused."""
-
-    model: str
 
 
 class OwnText:
@@ -138,7 +133,7 @@ class OwnText:
             return await self._several(http, prompts, form, terms, limiter, leave)
         request = await self._request(http, http.id, fields, terms, limiter)
         http.id = request.id
-        generation = self._generation(request, http)
+        generation = self._generation(request, http, fields)
 
         def ended() -> None:
             self._live.discard(request.id)
@@ -148,7 +143,9 @@ class OwnText:
         writer = _writer(form, fields, request, self._tools(request.model))
         return TextExchange(generation, writer, PATHS[form], stream, ended)
 
-    def _generation(self, request: Request, http: HttpRequest, follows: bool = False) -> Generation:
+    def _generation(
+        self, request: Request, http: HttpRequest, fields: _Fields, follows: bool = False
+    ) -> Generation:
         """The generation of a request, which is under way from now on; follows: see Generation."""
         self._live.add(request.id)
         return Generation(
@@ -158,6 +155,7 @@ class OwnText:
             self.metrics,
             http.arrived_s,
             follows,
+            _call_reader(fields),
         )
 
     async def _several(
@@ -193,7 +191,7 @@ class OwnText:
                 for at in range(per_prompt):
                     one = self._further(request, at, limiter) if at else request
                     names.append(one.id)
-                    generation = self._generation(one, http, follows=at > 0)
+                    generation = self._generation(one, http, fields, follows=at > 0)
                     tools = self._tools(one.model)
                     writer = _reply_writer(form, fields, names[0], tools, len(choices))
                     choices.append(ChoiceInWork(generation, writer, leader))
@@ -219,19 +217,26 @@ class OwnText:
 
     def _parse(self, form: Form, body: bytes) -> _Fields:
         """The request, with every field checked. Raises BadRequest."""
-        try:
-            return self._parsed(form, body)
-        except BadRequest as error:
-            if error.param == "tools" and form != "completion":
-                self._refuse_unknown_tools(decode_json(body, _ModelOnly).model)
-            raise
+        fields = self._parsed(form, body)
+        if isinstance(fields, openai.ChatRequest) and fields.tool_field is not None:
+            self._check_tools(fields.model, fields.tool_field)
+        return fields
 
-    def _refuse_unknown_tools(self, model: str) -> None:
-        """Raise BadRequest if this model could not use tools, wherever it were served."""
-        known = any(card.name == model for card in self._serving.models())
-        if known and not self._tools(model).knows_tools:
+    def _check_tools(self, model: str, field: str) -> None:
+        """Raise BadRequest if our workers cannot use tools with this model; field: has them."""
+        if all(card.name != model for card in self._serving.models()):
+            return  # another error says so
+        tools = self._tools(model)
+        if not tools.knows_tools:
             what = f"the chat template of {model!r} has no place for tools; leave them out"
-            raise BadRequest(f"tools: {what}", "tools", "model_without_tools")
+            raise BadRequest(f"{field}: {what}", field, "model_without_tools")
+        if not tools.has_known_calls:
+            what = (
+                f"the chat template of {model!r} writes calls of tools in another form than"
+                " <tool_call> with JSON, and our workers read this form only; serve the model by"
+                " vLLM with --enable-auto-tool-choice and --tool-call-parser"
+            )
+            raise BadRequest(f"{field}: {what}", field, "unsupported_parameter")
 
     def _parsed(self, form: Form, body: bytes) -> _Fields:
         most = self.limits.max_messages
@@ -261,6 +266,8 @@ class OwnText:
             fields = self._parse(form, body)
         else:
             fields, texts = parse_tokenize(body, self.limits.max_messages, self._longest())
+            if isinstance(fields, openai.ChatRequest) and fields.tool_field is not None:
+                self._check_tools(fields.model, fields.tool_field)
         card = self.card(fields.model)
         tools = self._tools(card.name)
         ids = await self._prompts.tokens(fields, tools, card.max_len, terms.party)
@@ -315,7 +322,7 @@ def _writer(form: Form, fields: _Fields, request: Request, tools: TextTools) -> 
     if isinstance(fields, ResponseChat):
         return ResponseWriter(request.id, fields, int(time.time()))
     if form == "messages":
-        return MessagesWriter(request.id, request.model)
+        return MessagesWriter(request.id, request.model, _may_call(fields))
     return _reply_writer(form, fields, request.id, tools)
 
 
@@ -328,4 +335,16 @@ def _reply_writer(
     if openai.most_logprobs(fields) is not None:
         logprobs = LogprobWriter(tools, form == "chat")
     ids = bool(fields.return_token_ids)
-    return ReplyWriter(head, form, openai.wants_usage(fields), ids, logprobs, index)
+    usage = openai.wants_usage(fields)
+    return ReplyWriter(head, form, usage, ids, logprobs, index, _may_call(fields))
+
+
+def _may_call(fields: _Fields) -> bool:
+    return isinstance(fields, openai.ChatRequest) and fields.may_call
+
+
+def _call_reader(fields: _Fields) -> CallReader | None:
+    """What takes calls of tools out of an answer; None: it may have none."""
+    if not isinstance(fields, openai.ChatRequest) or not fields.may_call:
+        return None
+    return CallReader(most=1 if fields.parallel_tool_calls is False else None)

@@ -148,6 +148,8 @@ class PromptReader:
                 fields = openai.parse_chat(
                     b'{"model":"","messages":%b}' % asked.prompt, _MAX_MESSAGES
                 )
+                if fields.tool_field is not None:
+                    return None
                 return await self._prompts.tokens(fields, tools, max_len, party)
             prompt = openai.parse_completion(b'{"model":"","prompt":%b}' % asked.prompt, max_len)
             return await self._prompts.tokens(prompt, tools, max_len, party)

@@ -19,7 +19,7 @@ from moonserve.core.units import Tokens
 from moonserve.live.drive.passing import Passing
 from moonserve.live.openai import usage
 from moonserve.live.openai.request import Form
-from moonserve.live.text.tools import StopMatcher
+from moonserve.live.text.stops import StopMatcher
 
 _IDS = b'"token_ids":['
 _PROMPT_IDS = b'"prompt_token_ids":['

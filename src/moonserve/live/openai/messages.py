@@ -1,67 +1,154 @@
 """Anthropic's Messages with our own workers: a body as a chat, and the chat's reply as a Message.
 
-`live/api/own_text` calls it. Messages are text. A field that asks for something else is a
-BadRequest that names it; metadata, service_tier and cache_control change nothing here.
+`live/api/own_text` calls it. Messages are text and calls of tools. A field that asks for something
+else is a BadRequest that names it. metadata, service_tier and cache_control change nothing here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, ClassVar
+import secrets
+from collections.abc import Iterator, Sequence
+from typing import Any, ClassVar, Literal
 
 import msgspec
 from msgspec import UNSET, UnsetType
 
 from moonserve.core.units import Tokens
 from moonserve.live.http.message import decode_json
+from moonserve.live.openai.calling import (
+    Function,
+    Tool,
+    check_choice,
+    check_tools,
+    decode_choice,
+    decode_tools,
+)
 from moonserve.live.openai.reply import ChoiceState, Usage, named_event
 from moonserve.live.openai.request import (
     BodyShape,
+    CalledFunction,
     ChatRequest,
     ContentPart,
+    Item,
     Message,
     SharedFields,
+    ToolCall,
     at_least_one,
     check,
-    check_messages,
+    check_content,
+    check_count,
     check_parts,
+    check_role,
     decode_stop_sequences,
     expect_items,
     shared,
 )
 from moonserve.live.openai.unserved import COUNT_TOKENS, MESSAGES, UNTOUCHED
+from moonserve.live.text.calls import FoundCall
 
 _FIELD = "messages"
-_ROLES = ("user", "assistant")
+_BLOCKS = {"user": ("text", "tool_result"), "assistant": ("text", "tool_use")}
+"""Role -> the blocks that its messages may have."""
+_NEEDED = {
+    "text": ("text",),
+    "tool_use": ("id", "name", "input"),
+    "tool_result": ("tool_use_id",),
+}
+"""Type of a block -> the fields that it must have."""
+
+
+class Block(ContentPart, kw_only=True):
+    """One block of a message: text, a call of a tool, or the result of one."""
+
+    id: str | None = None
+    name: str | None = None
+    input: msgspec.Raw = UNTOUCHED
+    """Of a call: a JSON object."""
+    tool_use_id: str | None = None
+    content: str | list[ContentPart] | None = None
+    """Of a result: its text."""
+
+    @property
+    def lacks(self) -> str:
+        """See ContentPart."""
+        needed = _NEEDED[self.type]
+        missing = (name for name in needed if getattr(self, name) in (None, UNTOUCHED))
+        return next(missing, "")
+
+
+class BlockMessage(Item, gc=False):
+    """One message of a conversation."""
+
+    role: str
+    content: str | list[Block] | None = None
+
+
+class MessagesTool(msgspec.Struct):
+    """A tool of the client; Anthropic's own tools are not served."""
+
+    name: str
+    input_schema: dict[str, Any]
+    description: str | None = None
+    type: Literal["custom"] | None = None
+
+
+class MessagesToolChoice(msgspec.Struct):
+    """Which tools a model may or must call."""
+
+    type: Literal["auto", "none", "any", "tool"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
 
 
 class CountTokensRequest(msgspec.Struct, kw_only=True):
     """POST /v1/messages/count_tokens."""
 
     model: str
-    messages: list[Message]
+    messages: list[BlockMessage]
     system: str | list[ContentPart] | None = None
+    tools: list[MessagesTool] | None = None
+    tool_choice: MessagesToolChoice | None = None
 
 
 class MessagesRequest(SharedFields, kw_only=True):
     """POST /v1/messages."""
 
     model: str
-    messages: list[Message]
+    messages: list[BlockMessage]
     system: str | list[ContentPart] | None = None
+    tools: list[MessagesTool] | None = None
+    tool_choice: MessagesToolChoice | None = None
     max_tokens: int
     stop_sequences: list[str] | None = None
 
 
+class _MessagesTools(msgspec.Struct):
+    tools: list[MessagesTool] | None = None
+
+
+class _MessagesChoice(msgspec.Struct):
+    tool_choice: MessagesToolChoice | None = None
+
+
+class _CountFields(msgspec.Struct, kw_only=True):
+    model: str
+    messages: list[BlockMessage]
+    system: str | list[ContentPart] | None = None
+    tools: msgspec.Raw = UNTOUCHED
+    tool_choice: msgspec.Raw = UNTOUCHED
+
+
 class _MessagesFields(SharedFields, kw_only=True):
     model: str
-    messages: list[Message]
+    messages: list[BlockMessage]
     system: str | list[ContentPart] | None = None
+    tools: msgspec.Raw = UNTOUCHED
+    tool_choice: msgspec.Raw = UNTOUCHED
     max_tokens: int
     stop_sequences: msgspec.Raw = UNTOUCHED
 
 
-_CountBody = COUNT_TOKENS.added_to(CountTokensRequest)
+_CountBody = COUNT_TOKENS.added_to(_CountFields)
 _MessagesBody = MESSAGES.added_to(_MessagesFields)
 
 
@@ -86,6 +173,7 @@ def parse_messages(body: bytes, max_messages: int) -> MessagesChat:
         messages=_conversation(sent, max_messages),
         max_tokens=sent.max_tokens,
         stop=decode_stop_sequences(sent.stop_sequences),
+        **_tool_fields(sent),
         **shared(sent),
     )
     check(chat)
@@ -97,16 +185,66 @@ def parse_count(body: bytes, max_messages: int) -> MessagesChat:
     expect_items(_FIELD, max_messages)
     sent = decode_json(body, _CountBody)
     COUNT_TOKENS.check(sent)
-    return MessagesChat(model=sent.model, messages=_conversation(sent, max_messages))
+    messages = _conversation(sent, max_messages)
+    return MessagesChat(model=sent.model, messages=messages, **_tool_fields(sent))
 
 
-def _conversation(sent: CountTokensRequest | _MessagesFields, max_messages: int) -> list[Message]:
+def _conversation(sent: _CountFields | _MessagesFields, max_messages: int) -> list[Message]:
     """The system prompt and the messages. Raises BadRequest."""
-    check_messages(sent.messages, _FIELD, max_messages, roles=_ROLES)
-    if sent.system is None:
-        return sent.messages
-    check_parts(sent.system, "system")
-    return [Message("system", sent.system), *sent.messages]
+    check_count(sent.messages, _FIELD, max_messages)
+    messages: list[Message] = []
+    if sent.system is not None:
+        check_parts(sent.system, "system")
+        messages.append(Message("system", sent.system))
+    for i, message in enumerate(sent.messages):
+        messages += _plain(message, f"{_FIELD}[{i}]")
+    return messages
+
+
+def _plain(message: BlockMessage, path: str) -> Iterator[Message]:
+    """One message as those of a chat: results of tools have their own. Raises BadRequest."""
+    check_role(message.role, path, _BLOCKS)
+    content = message.content
+    if content is None or isinstance(content, str):
+        check_content(content, path)
+        yield Message(message.role, content)
+        return
+    check_parts(content, f"{path}.content", _BLOCKS[message.role])
+    for i, block in enumerate(content):
+        if block.type == "tool_result":
+            result = block.content or ""
+            check_parts(result, f"{path}.content[{i}].content")
+            yield Message("tool", result, tool_call_id=block.tool_use_id)
+    texts: list[ContentPart] = [block for block in content if block.type == "text"]
+    calls = [_call(block) for block in content if block.type == "tool_use"]
+    if texts or calls or not content:
+        yield Message(message.role, texts, tool_calls=calls)
+
+
+def _call(block: Block) -> ToolCall:
+    function = CalledFunction(block.name or "", bytes(block.input).decode("utf-8", "replace"))
+    return ToolCall(id=block.id or "", function=function)
+
+
+def _tool_fields(sent: _CountFields | _MessagesFields) -> dict[str, Any]:
+    """The fields of a chat that are about tools. Raises BadRequest."""
+    if sent.tools is UNTOUCHED and sent.tool_choice is UNTOUCHED:
+        return {}
+    tools = decode_tools(sent.tools, _MessagesTools).tools or []
+    check_tools([tool.name for tool in tools])
+    choice = decode_choice(sent.tool_choice, _MessagesChoice).tool_choice or MessagesToolChoice(
+        "auto"
+    )
+    if choice.type not in ("auto", "none"):
+        check_choice("required")
+    return {
+        "tools": [
+            Tool("function", Function(tool.name, tool.description, tool.input_schema))
+            for tool in tools
+        ],
+        "tool_choice": choice.type,
+        "parallel_tool_calls": not choice.disable_parallel_tool_use,
+    }
 
 
 class MessagesUsage(msgspec.Struct):
@@ -119,10 +257,19 @@ class MessagesUsage(msgspec.Struct):
 
 
 class TextBlock(msgspec.Struct):
-    """The one block of the content."""
+    """A block of text."""
 
     text: str
     type: str = "text"
+
+
+class ToolUseBlock(msgspec.Struct):
+    """A block that is a call of a tool."""
+
+    id: str
+    name: str
+    input: msgspec.Raw = msgspec.Raw(b"{}")
+    type: str = "tool_use"
 
 
 class MessagesReply(msgspec.Struct):
@@ -131,7 +278,7 @@ class MessagesReply(msgspec.Struct):
     id: str
     model: str
     usage: MessagesUsage
-    content: Sequence[TextBlock] = ()
+    content: Sequence[TextBlock | ToolUseBlock] = ()
     stop_reason: str | None = None
     stop_sequence: str | None = None
     type: str = "message"
@@ -149,6 +296,11 @@ class _TextDelta(msgspec.Struct):
     type: str = "text_delta"
 
 
+class _InputDelta(msgspec.Struct):
+    partial_json: str
+    type: str = "input_json_delta"
+
+
 class _StopDelta(msgspec.Struct):
     stop_reason: str
     stop_sequence: str | None
@@ -160,31 +312,37 @@ class _MessagesEvent(msgspec.Struct, omit_defaults=True):
     type: str
     message: MessagesReply | UnsetType = UNSET
     index: int | UnsetType = UNSET
-    content_block: TextBlock | UnsetType = UNSET
-    delta: _TextDelta | _StopDelta | UnsetType = UNSET
+    content_block: TextBlock | ToolUseBlock | UnsetType = UNSET
+    delta: _TextDelta | _InputDelta | _StopDelta | UnsetType = UNSET
     usage: MessagesUsage | UnsetType = UNSET
 
 
 class MessagesWriter:
     """Writes one Message: see reply.Writer."""
 
-    def __init__(self, request: str, model: str) -> None:
-        """request: its id."""
+    def __init__(self, request: str, model: str, calls: bool = False) -> None:
+        """request: its id; calls: whether there may be calls of tools."""
         self._id = f"msg_{request}"
         self._model = model
+        self._may_call = calls
         self._ended = _StopDelta("end_turn", None)
         self._text = _TextDelta("")
         self._delta = _MessagesEvent("content_block_delta", index=0, delta=self._text)
+        self._blocks = 0
+        """That have ended; the next one has this index."""
+        self._in_text = False
+        """Whether a block of text is open."""
 
     def whole(self, said: Sequence[tuple[str, ChoiceState]], usage: Usage) -> bytes:
         """See Writer."""
         ((text, choice),) = said
         ended = _ended(choice)
+        calls = [_used(call) for call in choice.take_calls()] if self._may_call else []
         reply = MessagesReply(
             self._id,
             self._model,
             _usage(usage),
-            [TextBlock(text)],
+            [TextBlock(text), *calls] if text or not calls else calls,
             ended.stop_reason,
             ended.stop_sequence,
         )
@@ -193,32 +351,72 @@ class MessagesWriter:
     def begin(self, usage: Usage) -> bytes:
         """See Writer."""
         message = MessagesReply(self._id, self._model, _usage(usage))
-        return _write("message_start", message=message) + _write(
-            "content_block_start", index=0, content_block=TextBlock("")
-        )
+        begun = _write("message_start", message=message)
+        return begun if self._may_call else begun + self._open_text()
 
     def piece(self, text: str, choice: ChoiceState) -> bytes:
         """See Writer."""
         if choice.finish_reason is not None:
             self._ended = _ended(choice)
-        if not text:
-            return b""
-        self._text.text = text
-        return named_event("content_block_delta", self._delta)
+        events = b""
+        if text:
+            self._text.text = text
+            opened = b"" if self._in_text else self._open_text()
+            events = opened + named_event("content_block_delta", self._delta)
+        if self._may_call:
+            for call in choice.take_calls():
+                events += self._close_text() + self._called(_used(call))
+        return events
 
     def end(self, usage: Usage) -> bytes:
-        """See Writer."""
+        """See Writer. A Message without a call has a block of text, if it is an empty one."""
+        opened = b"" if self._blocks or self._in_text else self._open_text()
         return b"".join(
             (
-                _write("content_block_stop", index=0),
+                opened,
+                self._close_text(),
                 _write("message_delta", delta=self._ended, usage=_usage(usage)),
                 _write("message_stop"),
             )
         )
 
+    def _open_text(self) -> bytes:
+        self._in_text = True
+        self._delta.index = self._blocks
+        return _write("content_block_start", index=self._blocks, content_block=TextBlock(""))
+
+    def _close_text(self) -> bytes:
+        if not self._in_text:
+            return b""
+        self._in_text = False
+        return self._stop()
+
+    def _called(self, used: ToolUseBlock) -> bytes:
+        """The events of a call: its input comes as one delta."""
+        begun = ToolUseBlock(used.id, used.name)
+        delta = _InputDelta(bytes(used.input).decode())
+        return b"".join(
+            (
+                _write("content_block_start", index=self._blocks, content_block=begun),
+                _write("content_block_delta", index=self._blocks, delta=delta),
+                self._stop(),
+            )
+        )
+
+    def _stop(self) -> bytes:
+        self._blocks += 1
+        return _write("content_block_stop", index=self._blocks - 1)
+
+
+def _used(call: FoundCall) -> ToolUseBlock:
+    input = msgspec.Raw(call.arguments.encode())
+    return ToolUseBlock(f"toolu_{secrets.token_hex(12)}", call.name, input)
+
 
 def _ended(choice: ChoiceState) -> _StopDelta:
     """Why it ended, in Anthropic's words."""
+    if choice.finish_reason == "tool_calls":
+        return _StopDelta("tool_use", None)
     if choice.met is not None:
         return _StopDelta("stop_sequence", choice.met)
     return _StopDelta("max_tokens" if choice.finish_reason == "length" else "end_turn", None)

@@ -8,10 +8,12 @@ take turns there.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import TypeAlias
+from typing import Any, TypeAlias
+
+import msgspec
 
 from moonserve.core.errors import BadRequest, Overloaded
 from moonserve.core.shares import Party, Shares
@@ -47,10 +49,14 @@ class Prompts:
         work: Callable[[], list[int]]
         if isinstance(fields, openai.ChatRequest):
             messages = openai.plain_messages(fields)
-            size = sum(_size(text) for message in messages for text in message.values())
+            size = sum(_size(text) for it in messages for text in _texts(it))
             field = fields.prompt_field
             _refuse_hopeless(field, size, tools, max_len)
-            work = partial(_chat_tokens, messages, field, tools, max_len)
+            functions = None
+            if fields.tools:
+                functions = msgspec.to_builtins(fields.tools)
+                size += len(msgspec.json.encode(functions))
+            work = partial(_chat_tokens, messages, functions, field, tools, max_len)
         else:
             prompt = openai.single_prompt(fields, tools.vocab_size, max_len)
             if isinstance(prompt, list):
@@ -82,11 +88,29 @@ class Prompts:
         return await asyncio.wrap_future(job)
 
 
+def _texts(message: Mapping[str, Any]) -> Iterator[str]:
+    """The texts of a message as `plain_messages` returns it."""
+    for name, value in message.items():
+        if name != "tool_calls":
+            yield value
+            continue
+        for call in value:
+            yield call.function.name
+            yield call.function.arguments
+
+
 def _chat_tokens(
-    messages: list[dict[str, str]], field: str, tools: TextTools, max_len: Tokens
+    messages: list[dict[str, Any]],
+    functions: list[dict[str, Any]] | None,
+    field: str,
+    tools: TextTools,
+    max_len: Tokens,
 ) -> list[int]:
+    for message in messages:
+        if "tool_calls" in message:
+            message["tool_calls"] = openai.template_calls(message["tool_calls"], field)
     try:
-        text = tools.render_chat(messages)
+        text = tools.render_chat(messages, functions)
     except BadRequest as error:
         error.param = field
         raise

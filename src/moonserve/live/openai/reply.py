@@ -6,6 +6,7 @@ pass through as bytes; see `usage` for what is read of those.
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -19,6 +20,7 @@ from moonserve.core.units import Tokens
 from moonserve.live.http.message import error_reply
 from moonserve.live.openai.logprobs import ChoiceLogprobs, LogprobWriter, ReadLogprobs
 from moonserve.live.openai.request import PATHS, Form
+from moonserve.live.text.calls import FoundCall
 
 _NAMED_EVENTS = (PATHS["responses"], PATHS["messages"])
 _encode = msgspec.json.Encoder().encode
@@ -73,18 +75,37 @@ class Usage(msgspec.Struct):
         )
 
 
+class WrittenFunction(msgspec.Struct):
+    """The function of a call."""
+
+    name: str
+    arguments: str
+    """A JSON object."""
+
+
+class WrittenCall(msgspec.Struct):
+    """A call of a tool; a chunk has it whole, with its number in the choice."""
+
+    id: str
+    function: WrittenFunction
+    type: str = "function"
+    index: int | UnsetType = UNSET
+
+
 class Delta(msgspec.Struct):
     """What a chunk adds to a chat message."""
 
     role: str | UnsetType = UNSET
     content: str | UnsetType = UNSET
+    tool_calls: Sequence[WrittenCall] | UnsetType = UNSET
 
 
 class ReplyMessage(msgspec.Struct):
     """The assistant's whole message."""
 
     role: str
-    content: str
+    content: str | None
+    tool_calls: Sequence[WrittenCall] | UnsetType = UNSET
 
 
 class Choice(msgspec.Struct):
@@ -154,6 +175,9 @@ class ChoiceState(Protocol):
     def take_logprobs(self) -> list[TokenLogprobs]:
         """Their log probabilities; empty if the client does not want them."""
 
+    def take_calls(self) -> list[FoundCall]:
+        """The calls of tools that came since the last call; empty if it has no tools."""
+
 
 class Writer(Protocol):
     """Writes one reply of a gateway: `whole`, or `begin`, each `piece` and `end` as events."""
@@ -182,14 +206,18 @@ class ReplyWriter:
         ids: bool = False,
         logprobs: LogprobWriter | None = None,
         index: int = 0,
+        calls: bool = False,
     ) -> None:
         """usage: whether the stream ends with a chunk of usage; ids: whether the client wants the
-        token ids; logprobs: None: it wants none; index: of the choice whose pieces it writes."""
+        token ids; logprobs: None: it wants none; index: of the choice whose pieces it writes;
+        calls: whether there may be calls of tools."""
         self._head = head
         self._chat = form == "chat"
         self._wants_usage = usage
         self._wants_ids = ids
         self._logprobs = logprobs
+        self._may_call = calls
+        self._called = 0
         self._delta = Delta()
         self._choice = Choice(index)
         head.choices = [self._choice]
@@ -204,6 +232,9 @@ class ReplyWriter:
         written = Choice(index, finish_reason=choice.finish_reason)
         if self._chat:
             written.message = ReplyMessage("assistant", text)
+            if self._may_call and (calls := choice.take_calls()):
+                message = ReplyMessage("assistant", text or None, [*map(_written, calls)])
+                written.message = message
         else:
             written.text = text
         ids = choice.take_ids()
@@ -236,12 +267,28 @@ class ReplyWriter:
             return b"data: %b\n\n" % _encode(self._head) if text or reason or ids else b""
         self._delta.content = text
         events = b"data: %b\n\n" % _encode(self._head) if text or ids else b""
+        if self._may_call and (calls := choice.take_calls()):
+            events += self._call_event(calls)
         if reason:
             self._delta.content = UNSET
             self._choice.token_ids = UNSET
             self._choice.logprobs = None
             self._choice.finish_reason = reason
             events += event(self._head)
+        return events
+
+    def _call_event(self, calls: Sequence[FoundCall]) -> bytes:
+        """One event with new calls. Their ids were reported beside text, if the client wants
+        them."""
+        written = [*map(_written, calls)]
+        for call in written:
+            call.index = self._called
+            self._called += 1
+        self._choice.token_ids = UNSET
+        self._choice.logprobs = None
+        self._choice.delta = Delta(tool_calls=written)
+        events = event(self._head)
+        self._choice.delta = self._delta
         return events
 
     def _reported(self, choice: ChoiceState) -> list[int]:
@@ -260,6 +307,15 @@ class ReplyWriter:
         self._head.choices = []
         self._head.usage = usage
         return event(self._head) + DONE
+
+
+def _written(call: FoundCall) -> WrittenCall:
+    return WrittenCall(call_id(), WrittenFunction(call.name, call.arguments))
+
+
+def call_id() -> str:
+    """A new id for a call of a tool."""
+    return f"call_{secrets.token_hex(12)}"
 
 
 class ReadDetails(msgspec.Struct):

@@ -10,8 +10,8 @@ items is known.
 
 There are three kinds of fields. The structs below have the fields that are understood. A field of
 `unserved` is refused unless it asks for nothing. All other fields are ignored because they change
-nothing here: user, store, metadata, parallel_tool_calls, service_tier, safety_identifier,
-prompt_cache_key, reasoning_effort, verbosity, and every field that no API has.
+nothing here: user, store, metadata, service_tier, safety_identifier, prompt_cache_key,
+reasoning_effort, verbosity, and every field that no API has.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from moonserve.core.errors import BadRequest
 from moonserve.core.request import Penalties, Sampling, Shaping, Stopping
 from moonserve.core.units import Bytes, Tokens, whole_number
 from moonserve.live.http.message import COUNT_TOKENS, MESSAGES, decode_json
+from moonserve.live.openai.calling import Tool, ToolChoice, chat_tools
 from moonserve.live.openai.unserved import CHAT, COMPLETION, UNTOUCHED, Refused, refuse_unless
 from moonserve.live.text.grammar import ANY_OBJECT
 
@@ -101,9 +102,15 @@ _LONG_FIELDS = (
     ("response_format", _SCHEMA_BYTES),
 )
 _FIRST_ITEM = re.compile(rb"\[[ \t\r\n]*(.)", re.DOTALL)
-_NO_CALLS = Refused(([], {}, "", False, 0), "leave it out; send text only")
+_NO_CALL = Refused(([], {}, "", False, 0), "send tool_calls")
 _TEXT = ("text",)
-_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
+_ROLES = {
+    "system": "system",
+    "developer": "system",
+    "user": "user",
+    "assistant": "assistant",
+    "tool": "tool",
+}
 
 
 class BodyShape(msgspec.Struct, frozen=True):
@@ -143,27 +150,51 @@ class _ItemsLeft:
             )
 
 
-class ContentPart(msgspec.Struct, gc=False):
+class Item(msgspec.Struct, gc=False):
+    """A message, or a part of one, in the body that is decoded now: see _ItemsLeft."""
+
+    def __post_init__(self) -> None:
+        _ItemsLeft.take()
+
+
+class ContentPart(Item, gc=False):
     """One part of a message; only text parts are served."""
 
     type: str
     text: str | None = None
 
-    def __post_init__(self) -> None:
-        _ItemsLeft.take()
+    @property
+    def lacks(self) -> str:
+        """The field that its type needs and that is missing; empty: none."""
+        return "text" if self.text is None else ""
 
 
-class Message(msgspec.Struct, gc=False):
+class CalledFunction(msgspec.Struct, gc=False):
+    """The function of a call, as OpenAI writes it."""
+
+    name: str
+    arguments: str
+    """A JSON object."""
+
+
+class ToolCall(Item, kw_only=True, gc=False):
+    """A call in a message of the assistant, as OpenAI writes it."""
+
+    id: str
+    type: str = "function"
+    function: CalledFunction
+
+
+class Message(Item, gc=False):
     """One message of a conversation."""
 
     role: str
     content: str | list[ContentPart] | None = None
     name: str | None = None
-    tool_calls: msgspec.Raw = UNTOUCHED
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+    """The call whose result it is."""
     function_call: msgspec.Raw = UNTOUCHED
-
-    def __post_init__(self) -> None:
-        _ItemsLeft.take()
 
 
 class SharedFields(msgspec.Struct, kw_only=True):
@@ -225,6 +256,22 @@ class ChatRequest(GenerationRequest, kw_only=True):
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
+    tools: list[Tool] | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+
+    @property
+    def tool_field(self) -> str | None:
+        """A field that needs a model with tools; None: there is none."""
+        if self.tools:
+            return "tools"
+        needs = any(it.role == "tool" or it.tool_calls for it in self.messages)
+        return self.prompt_field if needs else None
+
+    @property
+    def may_call(self) -> bool:
+        """Whether the answer may have calls of tools."""
+        return bool(self.tools) and self.tool_choice != "none"
 
 
 class CompletionRequest(GenerationRequest, kw_only=True):
@@ -256,6 +303,9 @@ class _ChatFields(_GenerationBody, kw_only=True):
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
+    tools: msgspec.Raw = UNTOUCHED
+    tool_choice: msgspec.Raw = UNTOUCHED
+    parallel_tool_calls: bool | None = None
 
 
 class _CompletionFields(_GenerationBody, kw_only=True):
@@ -310,12 +360,16 @@ def parse_chat(body: bytes, max_messages: int) -> ChatRequest:
     sent = decode_json(body, _ChatBody)
     CHAT.check(sent)
     stops = _stops(sent)
+    tools, choice = chat_tools(sent.tools, sent.tool_choice)
     request = ChatRequest(
         model=sent.model,
         messages=sent.messages,
         max_completion_tokens=sent.max_completion_tokens,
         logprobs=sent.logprobs,
         top_logprobs=sent.top_logprobs,
+        tools=tools,
+        tool_choice=choice,
+        parallel_tool_calls=sent.parallel_tool_calls,
         stop=stops.stop,
         stop_token_ids=stops.stop_token_ids,
         logit_bias=stops.logit_bias,
@@ -354,8 +408,9 @@ def parse_completion(body: bytes, max_ids: Tokens) -> CompletionRequest:
     return request
 
 
-def plain_messages(request: ChatRequest) -> list[dict[str, str]]:
-    """The messages as chat templates take them: role, name and content as one string.
+def plain_messages(request: ChatRequest) -> list[dict[str, Any]]:
+    """The messages as chat templates take them: role, name and content as one string. Calls of
+    tools are still those of the request: `template_calls` has their form.
 
     Text parts are joined by newlines, as in vLLM.
     """
@@ -364,11 +419,39 @@ def plain_messages(request: ChatRequest) -> list[dict[str, str]]:
         content = message.content
         if isinstance(content, list):
             content = "\n".join(part.text or "" for part in content)
-        one = {"role": _ROLES[message.role], "content": content or ""}
+        one: dict[str, Any] = {"role": _ROLES[message.role], "content": content or ""}
         if message.name is not None:
             one["name"] = message.name
+        if message.tool_calls:
+            one["tool_calls"] = message.tool_calls
+        if message.tool_call_id is not None:
+            one["tool_call_id"] = message.tool_call_id
         plain.append(one)
     return plain
+
+
+def template_calls(calls: Sequence[ToolCall], field: str) -> list[dict[str, Any]]:
+    """Calls as chat templates take them: their arguments are objects.
+
+    field: of the request that has them. Raises BadRequest.
+    """
+    return [
+        {
+            "id": call.id,
+            "type": "function",
+            "function": {"name": call.function.name, "arguments": _arguments(call, field)},
+        }
+        for call in calls
+    ]
+
+
+def _arguments(call: ToolCall, field: str) -> dict[str, Any]:
+    text = call.function.arguments
+    try:
+        return decode_json(text.encode("utf-8", "surrogatepass") or b"{}", dict[str, Any])
+    except BadRequest as error:
+        what = f"the arguments of call {call.id[:80]!r} must be a JSON object as text"
+        raise BadRequest(f"{field}: {what}: {error}", field) from None
 
 
 def context_exceeded(param: str, what: str, max_len: Tokens) -> BadRequest:
@@ -637,41 +720,71 @@ def check_messages(
 
     field: the field of the body that has it; most: messages; parts: types of content parts.
     """
+    check_count(messages, field, most)
+    for i, message in enumerate(messages):
+        _check_message(message, f"{field}[{i}]", roles, parts)
+
+
+def check_count(messages: Sequence[object], field: str, most: int) -> None:
+    """Raise BadRequest for no message, or too many."""
     if not messages:
         raise BadRequest(f"{field}: must have at least one message", field)
     if len(messages) > most:
         raise BadRequest(f"{field}: {len(messages)} are over the limit of {most}", field)
-    for i, message in enumerate(messages):
-        _check_message(message, f"{field}[{i}]", roles, parts)
+
+
+def check_role(role: str, path: str, roles: Collection[str]) -> None:
+    """Raise BadRequest for a message of another role than these; path: of the message."""
+    if role not in roles:
+        what = f"{role[:40]!r} is not one of {', '.join(roles)}"
+        raise BadRequest(f"{path}.role: {what}", f"{path}.role")
+
+
+def check_content(
+    content: str | Sequence[ContentPart] | None, path: str, parts: Collection[str] = _TEXT
+) -> None:
+    """Raise BadRequest for a message without content, or with parts that are not served."""
+    if content is None:
+        raise BadRequest(f"{path}.content: must be text or text parts", f"{path}.content")
+    check_parts(content, f"{path}.content", parts)
 
 
 def _check_message(
     message: Message, path: str, roles: Collection[str], parts: Collection[str]
 ) -> None:
-    if message.role not in roles:
-        raise BadRequest(
-            f"{path}.role: {message.role[:40]!r} is not one of {', '.join(roles)}", f"{path}.role"
-        )
-    for name in ("tool_calls", "function_call"):
-        refuse_unless(f"{path}.{name}", getattr(message, name), _NO_CALLS)
-    if message.content is None:
-        raise BadRequest(f"{path}.content: must be text or text parts", f"{path}.content")
-    check_parts(message.content, f"{path}.content", parts)
+    check_role(message.role, path, roles)
+    refuse_unless(f"{path}.function_call", message.function_call, _NO_CALL)
+    if message.tool_calls:
+        _check_calls(message, path)
+        if message.content is None:
+            return
+    check_content(message.content, path, parts)
+
+
+def _check_calls(message: Message, path: str) -> None:
+    if message.role != "assistant":
+        where = f"{path}.tool_calls"
+        raise BadRequest(f"{where}: only messages of the role assistant have them", where)
+    for i, call in enumerate(message.tool_calls or ()):
+        if call.type != "function":
+            where = f"{path}.tool_calls[{i}].type"
+            what = f"{call.type[:40]!r} is not supported here; only function is"
+            raise BadRequest(f"{where}: {what}", where, "unsupported_parameter")
 
 
 def check_parts(
     content: str | Sequence[ContentPart], path: str, types: Collection[str] = _TEXT
 ) -> None:
-    """Raise BadRequest if content has a part that is not text of one of these types."""
+    """Raise BadRequest if content has a part that is not whole, or of another type than these."""
     if isinstance(content, str):
         return
     for i, part in enumerate(content):
         where = f"{path}[{i}]"
         if part.type not in types:
-            what = f"{part.type[:40]!r} is not supported here; send parts of text"
+            what = f"{part.type[:40]!r} is not supported here; send parts of {', '.join(types)}"
             raise BadRequest(f"{where}.type: {what}", f"{where}.type", "unsupported_parameter")
-        if part.text is None:
-            raise BadRequest(f"{where}.text: is missing", f"{where}.text")
+        if part.lacks:
+            raise BadRequest(f"{where}.{part.lacks}: is missing", f"{where}.{part.lacks}")
 
 
 def at_least_one(name: str, value: int | None) -> None:

@@ -1,11 +1,13 @@
 """OpenAI's Responses with our own workers: a body as a chat, and the chat's reply as a Response.
 
-`live/api/own_text` calls it. Responses are text and are not kept. A field that asks for something
-else is a BadRequest that names it; the fields store (false), metadata and user come back as sent.
+`live/api/own_text` calls it. Responses are text and calls of functions, and are not kept. A field
+that asks for something else is a BadRequest that names it. The fields store (false), tools,
+tool_choice, parallel_tool_calls, metadata and user come back as sent.
 """
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Sequence
 from typing import Any, ClassVar, Literal
 
@@ -15,32 +17,79 @@ from msgspec import UNSET, UnsetType
 from moonserve.core.errors import BadRequest
 from moonserve.core.units import Tokens
 from moonserve.live.http.message import decode_json
-from moonserve.live.openai.reply import ChoiceState, Usage, named_event
+from moonserve.live.openai.calling import (
+    Function,
+    Tool,
+    check_choice,
+    check_tools,
+    decode_choice,
+    decode_tools,
+)
+from moonserve.live.openai.reply import ChoiceState, Usage, call_id, named_event
 from moonserve.live.openai.request import (
     BodyShape,
+    CalledFunction,
     ChatRequest,
+    ContentPart,
+    Item,
     Message,
     SharedFields,
     StreamOptions,
+    ToolCall,
     at_least_one,
     check,
-    check_messages,
+    check_content,
+    check_count,
+    check_parts,
+    check_role,
     expect_items,
     shared,
 )
 from moonserve.live.openai.unserved import RESPONSES, UNTOUCHED, Refused, refuse_unless
+from moonserve.live.text.calls import FoundCall
 
 _FIELD = "input"
 _PARTS = ("input_text", "output_text", "text")
+_ROLES = ("system", "developer", "user", "assistant")
+_NEEDED = {
+    "function_call": ("call_id", "name", "arguments"),
+    "function_call_output": ("call_id", "output"),
+}
+"""Type of an item -> the fields that it must have."""
 _MAX_METADATA_BYTES = 32 << 10
 _TEXT_ONLY = Refused(("text",), "use response_format in /v1/chat/completions")
 
 
-class ResponseItem(Message, kw_only=True):
-    """One item of the input: a message."""
+class ResponseItem(Item, kw_only=True):
+    """One item of the input: a message, a call of a function, or what it returned."""
 
-    role: str = ""
     type: str = "message"
+    role: str = ""
+    content: str | list[ContentPart] | None = None
+    name: str | None = None
+    """Of a call: the function."""
+    arguments: str | None = None
+    """Of a call: a JSON object."""
+    call_id: str | None = None
+    """Of a call and of what it returned."""
+    output: str | list[ContentPart] | None = None
+    """What a call returned."""
+
+
+class ResponseTool(msgspec.Struct):
+    """A tool. Only functions are served."""
+
+    type: Literal["function"]
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+
+
+class NamedFunction(msgspec.Struct):
+    """A tool_choice of one function."""
+
+    type: Literal["function"]
+    name: str
 
 
 class AskedFormat(msgspec.Struct):
@@ -61,6 +110,9 @@ class ResponseRequest(SharedFields, kw_only=True):
     model: str
     input: str | list[ResponseItem]
     instructions: str | None = None
+    tools: list[ResponseTool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedFunction | None = None
+    parallel_tool_calls: bool | None = None
     max_output_tokens: int | None = None
     stream_options: StreamOptions | None = None
     text: AskedText | None = None
@@ -68,7 +120,29 @@ class ResponseRequest(SharedFields, kw_only=True):
     user: str | None = None
 
 
-_ResponseBody = RESPONSES.added_to(ResponseRequest)
+class _ResponseFields(SharedFields, kw_only=True):
+    model: str
+    input: str | list[ResponseItem]
+    instructions: str | None = None
+    tools: msgspec.Raw = UNTOUCHED
+    tool_choice: msgspec.Raw = UNTOUCHED
+    parallel_tool_calls: bool | None = None
+    max_output_tokens: int | None = None
+    stream_options: StreamOptions | None = None
+    text: AskedText | None = None
+    metadata: msgspec.Raw = UNTOUCHED
+    user: str | None = None
+
+
+_ResponseBody = RESPONSES.added_to(_ResponseFields)
+
+
+class _ResponseTools(msgspec.Struct):
+    tools: list[ResponseTool] | None = None
+
+
+class _ResponseToolChoice(msgspec.Struct):
+    tool_choice: Literal["none", "auto", "required"] | NamedFunction | None = None
 
 
 class _GivenMetadata(msgspec.Struct):
@@ -79,7 +153,7 @@ class ResponseChat(ChatRequest, kw_only=True):
     """A Response as the chat that it is."""
 
     prompt_field: ClassVar[str] = _FIELD
-    asked: ResponseRequest
+    asked: _ResponseFields
 
 
 SHAPE = BodyShape(ResponseRequest, harmless=RESPONSES.harmless)
@@ -94,8 +168,7 @@ def parse_response(body: bytes, max_messages: int) -> ResponseChat:
         refuse_unless("text.format.type", sent.text.format.type, _TEXT_ONLY)
     at_least_one("max_output_tokens", sent.max_output_tokens)
     _check_metadata(bytes(sent.metadata))
-    messages = _messages(sent)
-    check_messages(messages, _FIELD, max_messages, parts=_PARTS)
+    messages = _messages(sent, max_messages)
     if sent.instructions is not None:
         messages.insert(0, Message("system", sent.instructions))
     chat = ResponseChat(
@@ -103,24 +176,68 @@ def parse_response(body: bytes, max_messages: int) -> ResponseChat:
         messages=messages,
         max_tokens=sent.max_output_tokens,
         asked=sent,
+        parallel_tool_calls=sent.parallel_tool_calls,
+        **_tool_fields(sent),
         **shared(sent),
     )
     check(chat)
     return chat
 
 
-def _messages(sent: ResponseRequest) -> list[Message]:
+def _messages(sent: _ResponseFields, most: int) -> list[Message]:
+    """The messages of the input; calls belong to the assistant's message before them.
+
+    Raises BadRequest.
+    """
     if isinstance(sent.input, str):
         return [Message("user", sent.input)]
+    check_count(sent.input, _FIELD, most)
+    messages: list[Message] = []
     for i, item in enumerate(sent.input):
-        if item.type != "message":
-            path = f"{_FIELD}[{i}].type"
-            raise BadRequest(
-                f"{path}: {item.type[:40]!r} is not supported here; send messages",
-                path,
-                "unsupported_parameter",
-            )
-    return [*sent.input]
+        message = _message(item, f"{_FIELD}[{i}]")
+        before = messages[-1] if messages else None
+        if message.tool_calls and before is not None and before.role == "assistant":
+            before.tool_calls = [*(before.tool_calls or ()), *message.tool_calls]
+        else:
+            messages.append(message)
+    return messages
+
+
+def _message(item: ResponseItem, path: str) -> Message:
+    """One item as a message. Raises BadRequest."""
+    if item.type == "message":
+        check_role(item.role, path, _ROLES)
+        check_content(item.content, path, _PARTS)
+        return Message(item.role, item.content)
+    if item.type not in _NEEDED:
+        what = f"{item.type[:40]!r} is not supported here; only message, {', '.join(_NEEDED)}"
+        raise BadRequest(f"{path}.type: {what}", f"{path}.type", "unsupported_parameter")
+    for name in _NEEDED[item.type]:
+        if getattr(item, name) is None:
+            raise BadRequest(f"{path}.{name}: is missing", f"{path}.{name}")
+    if item.type == "function_call":
+        function = CalledFunction(item.name or "", item.arguments or "")
+        call = ToolCall(id=item.call_id or "", function=function)
+        return Message("assistant", tool_calls=[call])
+    check_parts(item.output or "", f"{path}.output", _PARTS)
+    return Message("tool", item.output, tool_call_id=item.call_id)
+
+
+def _tool_fields(sent: _ResponseFields) -> dict[str, Any]:
+    """The fields of a chat that are about tools. Raises BadRequest."""
+    if sent.tools is UNTOUCHED and sent.tool_choice is UNTOUCHED:
+        return {}
+    tools = decode_tools(sent.tools, _ResponseTools).tools or []
+    check_tools([tool.name for tool in tools])
+    choice = decode_choice(sent.tool_choice, _ResponseToolChoice).tool_choice or "auto"
+    check_choice("required" if isinstance(choice, NamedFunction) else choice)
+    return {
+        "tools": [
+            Tool("function", Function(tool.name, tool.description, tool.parameters))
+            for tool in tools
+        ],
+        "tool_choice": choice,
+    }
 
 
 def _check_metadata(raw: bytes) -> None:
@@ -154,7 +271,7 @@ class ResponseUsage(msgspec.Struct):
 
 
 class OutputText(msgspec.Struct):
-    """The one part of the one output message."""
+    """The one part of an output message."""
 
     text: str
     type: str = "output_text"
@@ -163,13 +280,25 @@ class OutputText(msgspec.Struct):
 
 
 class OutputMessage(msgspec.Struct):
-    """The one output item."""
+    """An output item with text."""
 
     id: str
     status: Literal["in_progress", "completed", "incomplete"]
     content: Sequence[OutputText] = ()
     type: str = "message"
     role: str = "assistant"
+
+
+class FunctionCall(msgspec.Struct):
+    """An output item that is a call of a function."""
+
+    id: str
+    call_id: str
+    name: str
+    arguments: str
+    """A JSON object."""
+    status: Literal["in_progress", "completed"]
+    type: str = "function_call"
 
 
 class Incomplete(msgspec.Struct):
@@ -203,14 +332,14 @@ class ResponseReply(msgspec.Struct, kw_only=True):
     instructions: str | None
     max_output_tokens: int | None
     model: str
-    output: Sequence[OutputMessage] = ()
+    output: Sequence[OutputMessage | FunctionCall] = ()
     parallel_tool_calls: bool = True
     previous_response_id: None = None
     store: bool = False
     temperature: float
     text: TextSettings = TextSettings()
-    tool_choice: str = "auto"
-    tools: Sequence[Any] = ()
+    tool_choice: msgspec.Raw
+    tools: msgspec.Raw
     top_p: float
     truncation: str = "disabled"
     usage: ResponseUsage | None = None
@@ -224,13 +353,14 @@ class _ResponseEvent(msgspec.Struct, omit_defaults=True):
     type: str
     sequence_number: int
     response: ResponseReply | UnsetType = UNSET
-    item: OutputMessage | UnsetType = UNSET
+    item: OutputMessage | FunctionCall | UnsetType = UNSET
     part: OutputText | UnsetType = UNSET
     item_id: str | UnsetType = UNSET
     output_index: int | UnsetType = UNSET
     content_index: int | UnsetType = UNSET
     delta: str | UnsetType = UNSET
     text: str | UnsetType = UNSET
+    arguments: str | UnsetType = UNSET
     logprobs: Sequence[Any] | UnsetType = UNSET
 
 
@@ -246,68 +376,122 @@ class ResponseWriter:
             instructions=asked.instructions,
             max_output_tokens=asked.max_output_tokens,
             model=asked.model,
+            parallel_tool_calls=asked.parallel_tool_calls is not False,
             temperature=1.0 if asked.temperature is None else asked.temperature,
+            tool_choice=_or_else(asked.tool_choice, b'"auto"'),
+            tools=_or_else(asked.tools, b"[]"),
             top_p=1.0 if asked.top_p is None else asked.top_p,
             user=asked.user,
-            metadata=asked.metadata if bytes(asked.metadata) else msgspec.Raw(b"{}"),
+            metadata=_or_else(asked.metadata, b"{}"),
         )
-        self._item = f"msg_{request}"
+        self._request = request
+        self._may_call = chat.may_call
         self._count = 0
+        self._done: list[OutputMessage | FunctionCall] = []
+        self._item: str | None = None
+        """Id of the message that gets text now; None: none is open."""
         self._pieces: list[str] = []
-        self._reason = "stop"
-        self._delta = self._event("response.output_text.delta", logprobs=())
+        self._reason: str | None = "stop"
+        self._delta = _ResponseEvent("response.output_text.delta", 0, content_index=0, logprobs=())
 
     def whole(self, said: Sequence[tuple[str, ChoiceState]], usage: Usage) -> bytes:
         """See Writer."""
         ((text, choice),) = said
-        self._finish(text, choice.finish_reason, usage)
+        self._reason = choice.finish_reason
+        calls = choice.take_calls() if self._may_call else ()
+        if text or not calls:
+            self._done.append(OutputMessage(self._next_id(), self._status(), [OutputText(text)]))
+        self._done += map(_called, calls)
+        self._finish(usage)
         return msgspec.json.encode(self._reply)
 
     def begin(self, usage: Usage) -> bytes:
-        """See Writer."""
-        item = OutputMessage(self._item, "in_progress")
-        return b"".join(
-            (
-                self._write("response.created", response=self._reply),
-                self._write("response.in_progress", response=self._reply),
-                self._write("response.output_item.added", item=item, output_index=0),
-                self._write("response.content_part.added", part=OutputText("")),
-            )
-        )
+        """See Writer. Where a call may come first, the message begins with its text."""
+        begun = self._write("response.created", response=self._reply)
+        begun += self._write("response.in_progress", response=self._reply)
+        return begun if self._may_call else begun + self._open_text()
 
     def piece(self, text: str, choice: ChoiceState) -> bytes:
         """See Writer."""
         self._reason = choice.finish_reason or self._reason
-        if not text:
-            return b""
-        self._pieces.append(text)
-        event = self._delta
-        event.sequence_number = self._count
-        event.delta = text
-        self._count += 1
-        return named_event(event.type, event)
+        events = b""
+        if text:
+            if self._item is None:
+                events = self._open_text()
+            self._pieces.append(text)
+            event = self._delta
+            event.sequence_number = self._count
+            event.delta = text
+            self._count += 1
+            events += named_event(event.type, event)
+        if self._may_call:
+            for call in choice.take_calls():
+                events += self._close_text() + self._call_events(_called(call))
+        return events
 
     def end(self, usage: Usage) -> bytes:
-        """See Writer."""
+        """See Writer. A Response without a call has a message, if it is an empty one."""
+        events = b"" if self._done or self._item is not None else self._open_text()
+        events += self._close_text()
+        self._finish(usage)
+        return events + self._write(f"response.{self._reply.status}", response=self._reply)
+
+    def _open_text(self) -> bytes:
+        """Begin a message."""
+        self._item = self._delta.item_id = self._next_id()
+        self._delta.output_index = len(self._done)
+        item = OutputMessage(self._item, "in_progress")
+        added = self._write("response.output_item.added", item=item, output_index=len(self._done))
+        return added + self._of_text("response.content_part.added", part=OutputText(""))
+
+    def _close_text(self) -> bytes:
+        """End the message that is open."""
+        if self._item is None:
+            return b""
         text = "".join(self._pieces)
-        self._finish(text, self._reason, usage)
-        item = self._reply.output[0]
-        return b"".join(
+        item = OutputMessage(self._item, self._status(), [OutputText(text)])
+        events = b"".join(
             (
-                self._write("response.output_text.done", text=text, logprobs=()),
-                self._write("response.content_part.done", part=item.content[0]),
-                self._write("response.output_item.done", item=item, output_index=0),
-                self._write(f"response.{self._reply.status}", response=self._reply),
+                self._of_text("response.output_text.done", text=text, logprobs=()),
+                self._of_text("response.content_part.done", part=item.content[0]),
+                self._write("response.output_item.done", item=item, output_index=len(self._done)),
             )
         )
+        self._done.append(item)
+        self._item = None
+        self._pieces.clear()
+        return events
 
-    def _finish(self, text: str, reason: str | None, usage: Usage) -> None:
+    def _call_events(self, call: FunctionCall) -> bytes:
+        """The events of a call: its arguments come as one delta."""
+        place: dict[str, Any] = {"item_id": call.id, "output_index": len(self._done)}
+        begun = msgspec.structs.replace(call, arguments="", status="in_progress")
+        name = "response.function_call_arguments"
+        events = b"".join(
+            (
+                self._write("response.output_item.added", item=begun, output_index=len(self._done)),
+                self._write(f"{name}.delta", delta=call.arguments, **place),
+                self._write(f"{name}.done", arguments=call.arguments, **place),
+                self._write("response.output_item.done", item=call, output_index=len(self._done)),
+            )
+        )
+        self._done.append(call)
+        return events
+
+    def _next_id(self) -> str:
+        """The id of the next message."""
+        number = len(self._done)
+        return f"msg_{self._request}" + (f"_{number}" if number else "")
+
+    def _status(self) -> Literal["completed", "incomplete"]:
+        return "incomplete" if self._reason == "length" else "completed"
+
+    def _finish(self, usage: Usage) -> None:
         reply = self._reply
-        reply.status = "completed"
-        if reason == "length":
-            reply.status = "incomplete"
+        reply.status = self._status()
+        if reply.status == "incomplete":
             reply.incomplete_details = Incomplete("max_output_tokens")
-        reply.output = [OutputMessage(self._item, reply.status, [OutputText(text)])]
+        reply.output = self._done
         reply.usage = ResponseUsage(
             usage.prompt_tokens,
             InputDetails(usage.prompt_tokens_details.cached_tokens),
@@ -316,16 +500,22 @@ class ResponseWriter:
             usage.total_tokens,
         )
 
+    def _of_text(self, kind: str, **fields: Any) -> bytes:
+        """An event of the message that is open."""
+        place: dict[str, Any] = {"item_id": self._item, "output_index": len(self._done)}
+        return self._write(kind, **place, content_index=0, **fields)
+
     def _write(self, kind: str, **fields: Any) -> bytes:
-        event = self._event(kind, **fields)
-        event.sequence_number = self._count
+        event = _ResponseEvent(kind, self._count, **fields)
         self._count += 1
         return named_event(kind, event)
 
-    def _event(self, kind: str, **fields: Any) -> _ResponseEvent:
-        """An event; one about the text names its place."""
-        if "response" in fields or "item" in fields:
-            return _ResponseEvent(kind, 0, **fields)
-        return _ResponseEvent(
-            kind, 0, item_id=self._item, output_index=0, content_index=0, **fields
-        )
+
+def _called(call: FoundCall) -> FunctionCall:
+    item = f"fc_{secrets.token_hex(12)}"
+    return FunctionCall(item, call_id(), call.name, call.arguments, "completed")
+
+
+def _or_else(sent: msgspec.Raw, default: bytes) -> msgspec.Raw:
+    """A field as it was sent, or its default where it was not."""
+    return msgspec.Raw(default) if bytes(sent) in (b"", b"null") else sent

@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from moonserve.core.units import Tokens
-from moonserve.live.text.tools import StopMatcher, TokenText
+from moonserve.live.text.stops import StopMatcher
+from moonserve.live.text.tools import TokenText
 
 
 class TextStream:

@@ -106,10 +106,8 @@ _GENERATION: dict[str, Refused] = {
     "include_stop_str_in_output": Refused((False,)),
     "prompt_logprobs": Refused(),
     "truncate_prompt_tokens": Refused((), "send a shorter prompt"),
-    "tools": Refused(([],)),
-    "tool_choice": Refused(("none", "auto")),
-    "functions": Refused(([],)),
-    "function_call": Refused(("none", "auto")),
+    "functions": Refused(([],), "use tools in /v1/chat/completions"),
+    "function_call": Refused(("none", "auto"), "use tool_choice in /v1/chat/completions"),
     "guided_regex": Refused(),
     "guided_choice": Refused(),
     "guided_grammar": Refused(),
@@ -176,7 +174,13 @@ CHAT = RefusedFields(
     },
 )
 COMPLETION = RefusedFields(
-    _GENERATION | _BY_OTHERS | {"add_special_tokens": Refused((True,))},
+    _GENERATION
+    | _BY_OTHERS
+    | {
+        "add_special_tokens": Refused((True,)),
+        "tools": Refused(([],), "use /v1/chat/completions"),
+        "tool_choice": Refused(("none", "auto"), "use /v1/chat/completions"),
+    },
     _OF_RESPONSES
     | _THINKING
     | {
@@ -195,8 +199,6 @@ RESPONSES = RefusedFields(
     | {
         "prompt": Refused((), "write it into input"),
         "store": Refused((False,), "leave it out: responses are not kept"),
-        "tools": Refused(([],)),
-        "tool_choice": Refused(("none", "auto")),
         "include": Refused(([],)),
         "top_logprobs": Refused((0,), _IN_CHAT),
         "truncation": Refused(("disabled",), "send a shorter input"),
@@ -215,8 +217,6 @@ RESPONSES = RefusedFields(
     },
 )
 _MESSAGES: dict[str, Refused] = {
-    "tools": Refused(([],)),
-    "tool_choice": Refused(({"type": "auto"}, {"type": "none"})),
     "thinking": Refused(({"type": "disabled"},)),
     "container": Refused(),
     "mcp_servers": Refused(([],)),

@@ -29,6 +29,7 @@ from moonserve.core.errors import BadRequest
 from moonserve.live.model.config import read_json
 from moonserve.live.model.errors import BadModel
 from moonserve.live.model.gguf import open_gguf
+from moonserve.live.text.calls import CallReader, FoundCall
 from moonserve.live.text.tokenizer import Tokenizer
 
 MAX_RENDERED = 16 << 20
@@ -102,12 +103,36 @@ class ChatTemplate:
             "raise_exception": _raise_exception,
             "strftime_now": _strftime_now,
         }
+        self.has_known_calls = self.knows_tools and self._writes_calls()
+        """Whether it writes calls of tools in the form that `calls` reads."""
 
-    def render(self, messages: Sequence[Mapping[str, str]]) -> str:
+    def _writes_calls(self) -> bool:
+        """Whether a call that it renders is read again. The model was trained on that form."""
+        called = {"name": "known_tool", "arguments": {"count": 1}}
+        call = {"id": "call_1", "type": "function", "function": called}
+        conversation: list[dict[str, Any]] = [
+            {"role": "user", "content": "Call it."},
+            {"role": "assistant", "content": "", "tool_calls": [call]},
+            {"role": "tool", "content": "Done.", "tool_call_id": "call_1", "name": "known_tool"},
+        ]
+        try:
+            text = self.render(conversation, ())
+        except BadRequest:
+            return False
+        reader = CallReader()
+        reader.feed(text)
+        return FoundCall("known_tool", '{"count":1}') in reader.take()
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> str:
         """Return the prompt text, ready for the reply. It has its BOS: encode with add_bos=False.
 
-        messages: role, content and perhaps name, each one string. Raises BadRequest for `messages`
-        if the template refuses them.
+        messages: role, content and perhaps name, each one string; also tool_calls and tool_call_id.
+        tools: in OpenAI's form; None: there are none. Raises BadRequest for `messages` if the
+        template refuses them.
         """
         if self._template is None:
             raise BadRequest(
@@ -115,7 +140,7 @@ class ChatTemplate:
             )
         variables = {
             "messages": messages,
-            "tools": None,
+            "tools": tools,
             "add_generation_prompt": True,
             "range": _Ranges(),
             **self._globals,

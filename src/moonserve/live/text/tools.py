@@ -1,16 +1,15 @@
 """What the gateway needs to turn text into token ids and back, per model.
 
-`TextTools` is the seam (tests use a fake), `ModelText` the real one. Detokenizer and StopMatcher
-make text of token ids as they come: whole characters only, and no part of a stop string; a
-generation has one object of each. What their `feed` and `flush` return, joined, never depends on
-how the input was cut.
+`TextTools` is the seam (tests use a fake), `ModelText` the real one. A Detokenizer makes text of
+token ids as they come, in whole characters; a generation has one. What its `feed` and `flush`
+return, joined, never depends on how the input was cut.
 """
 
 from __future__ import annotations
 
 import codecs
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from moonserve.live.text.template import ChatTemplate
 from moonserve.live.text.tokenizer import Tokenizer
@@ -41,15 +40,23 @@ class TextTools(Protocol):
     def knows_tools(self) -> bool:
         """Whether the chat template has a place for tools."""
 
+    @property
+    def has_known_calls(self) -> bool:
+        """Whether it writes calls of tools in the form that `calls` reads."""
+
     def encode(self, text: str, *, add_bos: bool) -> list[int]:
         """Text to ids. Raises BadRequest if it cannot be encoded."""
 
     def spelled(self, id: int) -> bytes:
         """The bytes of a token, whole characters or not; of a special token, those of its name."""
 
-    def render_chat(self, messages: Sequence[Mapping[str, str]]) -> str:
-        """Messages to the prompt's text, BOS included. Raises BadRequest if the template refuses
-        them."""
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> str:
+        """Messages to the prompt's text, BOS included; see ChatTemplate.render. Raises BadRequest
+        if the template refuses them."""
 
     def detokenizer(self) -> TokenText:
         """A new TokenText, for ids that continue a prompt."""
@@ -80,51 +87,6 @@ class Detokenizer:
         return self._utf8.decode(b"", final=True)
 
 
-class StopMatcher:
-    """Cuts a stream of text before the first stop string, which may span pieces.
-
-    The first stop string is the one that is complete first. If several end at the same character,
-    the longest wins. The stop string itself is never returned (vLLM's
-    include_stop_str_in_output=false).
-    """
-
-    def __init__(self, stops: Sequence[str]) -> None:
-        assert all(stops), "the API refuses an empty stop string"
-        self._stops = tuple(stops)
-        self._longest = max(map(len, stops), default=0)
-        self._held = ""
-        self.met: str | None = None
-        """The stop string that ended the text; None: the text goes on."""
-
-    def feed(self, text: str) -> str:
-        """Return the text that may be sent now; none after a stop string."""
-        if self.met is not None:
-            return ""
-        text = self._held + text
-        found = [(at + len(stop), at) for stop in self._stops if (at := text.find(stop)) >= 0]
-        if found:
-            end, begin = min(found)
-            self.met = text[begin:end]
-            self._held = ""
-            return text[:begin]
-        cut = self._safe(text)
-        self._held = text[cut:]
-        return text[:cut]
-
-    def _safe(self, text: str) -> int:
-        """Return where the longest end of `text` starts that may begin a stop string."""
-        for at in range(max(0, len(text) - self._longest + 1), len(text)):
-            if any(stop.startswith(text[at:]) for stop in self._stops):
-                return at
-        return len(text)
-
-    def flush(self) -> str:
-        """End the text: return the text that was held back and is no stop string."""
-        held = self._held
-        self._held = ""
-        return held
-
-
 class ModelText:
     """The text tools of a real model."""
 
@@ -136,6 +98,7 @@ class ModelText:
         self.spelled = tokenizer.spelled
         self.render_chat = template.render
         self.knows_tools = template.knows_tools
+        self.has_known_calls = template.has_known_calls
 
     def detokenizer(self) -> TokenText:
         """See TextTools."""

@@ -1,0 +1,116 @@
+"""Tools of OpenAI's chat: their definitions, and which of them a model may call.
+
+`request` has these fields in a chat, and Responses and Messages are translated to them. Each field
+is decoded once its length is known. Every refusal is a BadRequest that names the field.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal, TypeAlias, TypeVar
+
+import msgspec
+
+from moonserve.core.errors import BadRequest
+from moonserve.core.units import Bytes
+from moonserve.live.http.message import decode_json
+
+_TOOLS_BYTES: Bytes = 512 << 10
+"""More JSON than the tools of a coding agent have."""
+_CHOICE_BYTES: Bytes = 1 << 10
+_MAX_TOOLS = 256
+_MAX_NAME_CHARS = 256
+_T = TypeVar("_T")
+
+
+class Function(msgspec.Struct, omit_defaults=True):
+    """A function that the client has."""
+
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    """A JSON schema."""
+
+
+class Tool(msgspec.Struct):
+    """A tool. Only functions are served."""
+
+    type: Literal["function"]
+    function: Function
+
+
+class FunctionName(msgspec.Struct):
+    """Which function."""
+
+    name: str
+
+
+class NamedTool(msgspec.Struct):
+    """A tool_choice of one function."""
+
+    type: Literal["function"]
+    function: FunctionName
+
+
+ToolChoice: TypeAlias = Literal["none", "auto", "required"] | NamedTool
+"""Which tools a model may or must call."""
+
+
+def decode_field(name: str, raw: msgspec.Raw, most: Bytes, shape: type[_T]) -> _T:
+    """Decode one field into the struct that has this field alone. Raises BadRequest."""
+    data = bytes(raw)
+    if len(data) > most:
+        raise BadRequest(f"{name}: must have at most {most} bytes of JSON", name)
+    return decode_json(b'{"%b":%b}' % (name.encode(), data) if data else b"{}", shape)
+
+
+class _ChatTools(msgspec.Struct):
+    tools: list[Tool] | None = None
+
+
+class _ChatToolChoice(msgspec.Struct):
+    tool_choice: ToolChoice | None = None
+
+
+def decode_tools(raw: msgspec.Raw, shape: type[_T]) -> _T:
+    """The field `tools` in the struct of an API. Raises BadRequest."""
+    return decode_field("tools", raw, _TOOLS_BYTES, shape)
+
+
+def decode_choice(raw: msgspec.Raw, shape: type[_T]) -> _T:
+    """The field `tool_choice` in the struct of an API. Raises BadRequest."""
+    return decode_field("tool_choice", raw, _CHOICE_BYTES, shape)
+
+
+def chat_tools(tools: msgspec.Raw, choice: msgspec.Raw) -> tuple[list[Tool], ToolChoice]:
+    """The tools of a chat, and which of them it may call. Raises BadRequest."""
+    if not bytes(tools) and not bytes(choice):
+        return [], "auto"
+    found = decode_tools(tools, _ChatTools).tools or []
+    chosen = decode_choice(choice, _ChatToolChoice).tool_choice or "auto"
+    check_tools([tool.function.name for tool in found])
+    check_choice(chosen)
+    return found, chosen
+
+
+def check_tools(names: Sequence[str]) -> None:
+    """Raise BadRequest for too many tools, or one whose name is no good."""
+    if len(names) > _MAX_TOOLS:
+        raise BadRequest(f"tools: at most {_MAX_TOOLS}", "tools")
+    for i, name in enumerate(names):
+        if not 1 <= len(name) <= _MAX_NAME_CHARS:
+            where = f"tools[{i}]"
+            raise BadRequest(
+                f"{where}: its name must have 1 to {_MAX_NAME_CHARS} characters", where
+            )
+
+
+def check_choice(choice: ToolChoice) -> None:
+    """Raise BadRequest for a choice that our workers cannot keep."""
+    if choice not in ("none", "auto"):
+        raise BadRequest(
+            'tool_choice: only "none" or "auto" is supported here: our workers cannot make a model'
+            " call a tool; ask for the call in the prompt",
+            "tool_choice",
+            "unsupported_parameter",
+        )
