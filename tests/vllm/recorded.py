@@ -21,6 +21,10 @@ from tests.vllm.engines import Engine, running
 from tests.vllm.gateways import Gateway, described, gateway
 
 _SHAPE = ("--system-prompts", "4", "--system-tokens", "200", "--user-tokens", "120")
+_SEQS = 128
+_CHUNK = 2_048
+"""What vLLM takes by default on a CPU. An engine does not report it; the cluster file does."""
+_FLAGS = ("--max-num-seqs", str(_SEQS), "--max-num-batched-tokens", str(_CHUNK))
 _ANSWERS = ("--output-tokens", "24", "--sigma", "0.6", "--most-tokens", "1500")
 
 
@@ -56,17 +60,17 @@ def main() -> None:
         folder.mkdir(parents=True, exist_ok=True)
         model = folder / "smollm2"
         export_folder(resolve(DEFAULT_MODEL).path, model, "float32")
-        engines = [Engine("e0", model, args.python, folder)]
+        engines = [Engine("e0", model, args.python, folder).having(*_FLAGS)]
         if args.nixl:
             engines = [
-                Engine("p0", model, args.python, folder).by_nixl("kv_producer"),
-                Engine("d0", model, args.python, folder).by_nixl("kv_consumer"),
+                Engine("p0", model, args.python, folder).by_nixl("kv_producer").having(*_FLAGS),
+                Engine("d0", model, args.python, folder).by_nixl("kv_consumer").having(*_FLAGS),
             ]
         roles = ("prefill", "decode") if args.nixl else ("both",)
         connector = "nixl" if args.nixl else "none"
         with running(*engines):
             instances = [
-                described(it, role, connector, model)
+                described(it, role, connector, model, max_seqs=_SEQS, chunk_tokens=_CHUNK)
                 for it, role in zip(engines, roles, strict=True)
             ]
             with gateway(instances, folder, recorded=True) as front:
