@@ -23,6 +23,7 @@ import pytest
 
 START_S = 120.0
 MODEL = "smollm2-135m-instruct"
+TOOL_MODEL = "with-tools"
 
 
 class Cluster(NamedTuple):
@@ -49,6 +50,18 @@ def python_of_moonserve() -> str:
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """A cluster of the default model."""
     with started(tmp_path_factory.mktemp("cluster") / "keys.json") as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def tool_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """A cluster of the same model with a chat template that has tools."""
+    folder = tmp_path_factory.mktemp("models") / TOOL_MODEL
+    words = ["-m", "moonserve", "model", "export", MODEL, str(folder)]
+    subprocess.run([python_of_moonserve(), *words], check=True, timeout=300)
+    template = Path(__file__).parents[1] / "fixtures" / "tools.jinja"
+    (folder / "chat_template.jinja").write_text(template.read_text())
+    with started(folder.parent / "keys.json", "--model", str(folder)) as running:
         yield running
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.clients.conftest import MODEL, Cluster
+from tests.clients.conftest import MODEL, TOOL_MODEL, Cluster
 
 anthropic = pytest.importorskip("anthropic")
 openai = pytest.importorskip("openai")
@@ -157,7 +157,7 @@ def test_anthropic_errors(cluster: Cluster) -> None:
     with pytest.raises(anthropic.NotFoundError):
         ant(cluster).messages.create(model="other", messages=HI, max_tokens=3)
     tool: Any = {"name": "f", "input_schema": {"type": "object"}}
-    with pytest.raises(anthropic.BadRequestError, match="tools"):
+    with pytest.raises(anthropic.BadRequestError, match="no place for tools"):
         ant(cluster).messages.create(model=MODEL, messages=HI, max_tokens=3, tools=[tool])
     with ant(cluster, cluster.busy_key).messages.stream(
         model=MODEL, messages=HI, max_tokens=2_000
@@ -167,6 +167,72 @@ def test_anthropic_errors(cluster: Cluster) -> None:
             ant(cluster, cluster.busy_key).messages.create(model=MODEL, messages=HI, max_tokens=3)
     later = ant(cluster, cluster.busy_key, retries=8)
     assert later.messages.create(model=MODEL, messages=HI, max_tokens=3).content
+
+
+# tools, which fake engines call where they must
+
+
+CITIES = {"city": {"enum": ["Oslo", "Rome"]}}
+SCHEMA: Any = {
+    "type": "object", "properties": CITIES, "required": ["city"], "additionalProperties": False,
+}  # fmt: skip
+
+
+def test_openai_tools(tool_cluster: Cluster) -> None:
+    """A chat and a Response call a function, whole and streamed, and get its result."""
+    client = oai(tool_cluster)
+    function = {"name": "weather", "parameters": SCHEMA}
+    turns: Any = [*HI]
+    ask: Any = {"model": TOOL_MODEL, "tools": [{"type": "function", "function": function}]}
+    whole = client.chat.completions.create(messages=turns, tool_choice="required", **ask)
+    with client.chat.completions.stream(messages=turns, tool_choice="required", **ask) as stream:
+        final = stream.get_final_completion()
+    for choice in (whole.choices[0], final.choices[0]):
+        assert choice.finish_reason == "tool_calls"
+        (call,) = choice.message.tool_calls
+        assert call.function.name == "weather"
+        assert json.loads(call.function.arguments)["city"] in CITIES["city"]["enum"]
+    result = {"role": "tool", "tool_call_id": call.id, "content": "rain"}
+    turns = [*HI, whole.choices[0].message, {**result}]
+    after = client.chat.completions.create(messages=turns, max_tokens=5, **ask)
+    assert after.choices[0].message.content
+
+    ask["tools"] = [{"type": "function", **function}]
+    response = client.responses.create(input="Hi.", tool_choice="required", **ask)
+    with client.responses.stream(input="Hi.", tool_choice="required", **ask) as stream:
+        streamed = stream.get_final_response()
+    for it in (response, streamed):
+        (item,) = it.output
+        assert (item.type, item.name) == ("function_call", "weather")
+        assert json.loads(item.arguments)["city"] in CITIES["city"]["enum"]
+    output = {"type": "function_call_output", "call_id": item.call_id, "output": "rain"}
+    turns = [*HI, *streamed.output, output]
+    assert client.responses.create(input=turns, max_output_tokens=5, **ask).output_text
+
+
+def test_anthropic_tools(tool_cluster: Cluster) -> None:
+    """A Message uses a tool, whole and streamed, and gets its result."""
+    client = ant(tool_cluster)
+    ask: Any = {
+        "model": TOOL_MODEL,
+        "max_tokens": 200,
+        "tools": [{"name": "weather", "input_schema": SCHEMA}],
+    }
+    whole = client.messages.create(messages=HI, tool_choice={"type": "any"}, **ask)
+    with client.messages.stream(messages=HI, tool_choice={"type": "any"}, **ask) as stream:
+        final = stream.get_final_message()
+    for message in (whole, final):
+        (used,) = message.content
+        assert (message.stop_reason, used.type, used.name) == ("tool_use", "tool_use", "weather")
+        assert used.input["city"] in CITIES["city"]["enum"]
+    result = {"type": "tool_result", "tool_use_id": used.id, "content": "rain"}
+    turns: Any = [
+        *HI,
+        {"role": "assistant", "content": final.content},
+        {"role": "user", "content": [result]},
+    ]
+    after = client.messages.create(messages=turns, **{**ask, "max_tokens": 5})
+    assert after.content[0].text
 
 
 # what others build on them

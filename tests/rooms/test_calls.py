@@ -91,3 +91,16 @@ def test_text_is_not_held_back_longer_than_it_may_be_a_tag() -> None:
 def test_further_calls_are_dropped_where_one_is_wanted() -> None:
     """The first one counts."""
     assert read(f"{ONE}\n{BARE}", most=1) == ("", [ADD])
+
+
+@pytest.mark.parametrize("cut", range(30))
+def test_a_text_that_begins_within_a_call(cut: int) -> None:
+    """It is a call without a begin tag; if it is none, it is text as it came."""
+    for text, said, calls in (
+        ('{"name":"now"}', "", [NOW]),
+        ('{"name":"now"}</tool_call>' + BARE, "", [NOW, NOW]),
+        ('{"name":"no', '{"name":"no', []),
+    ):
+        reader = CallReader(is_call=True)
+        assert reader.feed(text[:cut]) + reader.feed(text[cut:]) + reader.end() == said
+        assert reader.take() == calls

@@ -76,7 +76,7 @@ def test_a_worker_without_the_package_is_named(
 ) -> None:
     """The client gets a 501 that says what to install at which worker, at once."""
     monkeypatch.setitem(sys.modules, "llguidance", None)
-    monkeypatch.setattr("moonserve.live.api.own_text.check_schema", lambda schema: None)
+    monkeypatch.setattr("moonserve.live.api.own_text.check_schema", lambda *asked: None)
     tokenizer = load_tokenizer(resolve(DEFAULT_MODEL).path)
 
     async def main() -> None:
@@ -89,7 +89,9 @@ def test_a_worker_without_the_package_is_named(
             )
             assert reply.status == 501, reply.body
             said = json.loads(reply.body)["error"]["message"]
-            assert said.startswith("p0: response_format: needs the package llguidance")
+            assert said.startswith(
+                "p0: response_format and tool_choice need the package llguidance"
+            )
             assert "pip install 'moonserve[grammar]'" in said
 
     asyncio.run(main())
@@ -103,7 +105,7 @@ def test_tokens_that_do_not_fit_are_an_error() -> None:
     grammar = grammars.grammar(json.dumps(WORDS), tokenizer.encode('["yes"'))
     (next_item,) = tokenizer.encode(',"')
     assert grammar.allowed()[next_item // 8] >> next_item % 8 & 1
-    with pytest.raises(EngineFailed, match="response_format"):
+    with pytest.raises(EngineFailed, match="JSON schema"):
         grammar.take(tokenizer.encode("{"))
 
 

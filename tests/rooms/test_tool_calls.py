@@ -271,6 +271,74 @@ def test_choices_have_their_own_calls(stream: bool) -> None:
     tool_run(use)
 
 
+MUST = {
+    CHAT: ("required", {"type": "function", "function": {"name": "weather"}}),
+    RESPONSES: ("required", {"type": "function", "name": "weather"}),
+    MESSAGES: ({"type": "any"}, {"type": "tool", "name": "weather"}),
+}
+
+
+@pytest.mark.parametrize("path", MUST)
+def test_a_call_that_is_demanded_is_json_from_its_first_token(path: str) -> None:
+    """The workers get the schema of one call of the tools that may be called, and what it makes is
+    a call without tags."""
+    pytest.importorskip("llguidance")
+    any_one, named = MUST[path]
+    other = json.loads(json.dumps(ASKS[path]["tools"][0]).replace("weather", "other"))
+    body = '{"name":"weather","arguments":{"city":"Oslo"}}'
+
+    async def use(rig: Rig) -> None:
+        for choice, names in ((any_one, ["weather", "other"]), (named, ["weather"])):
+            asked = {**ASKS[path], "tools": [*ASKS[path]["tools"], other], "tool_choice": choice}
+            got = parsed(await rig.post(path, asked))
+            assert '"weather"' in json.dumps(got)
+            assert "Oslo" in json.dumps(got)
+            shaping = rig.serving.requests[-1].sampling.shaping
+            assert shaping is not None
+            calls = json.loads(shaping.schema)["anyOf"]
+            assert [it["properties"]["name"]["const"] for it in calls] == names
+            assert [it["properties"]["arguments"] for it in calls] == [SCHEMA] * len(names)
+            if path == CHAT:
+                (choice,) = got["choices"]
+                assert choice["message"]["content"] is None
+                assert choice["finish_reason"] == "tool_calls"
+            elif path == MESSAGES:
+                assert got["stop_reason"] == "tool_use"
+                assert [it["type"] for it in got["content"]] == ["tool_use"]
+            else:
+                assert [it["type"] for it in got["output"]] == ["function_call"]
+
+    tool_run(use, body)
+
+
+def test_what_the_schemas_of_tools_refer_to() -> None:
+    """Definitions move to the root, where references count from; two that differ are a 400."""
+    pytest.importorskip("llguidance")
+
+    def tool(name: str, kind: str) -> Any:
+        place = {"$defs": {"Place": {"type": kind}}, "type": "object"}
+        place["properties"] = {"at": {"$ref": "#/$defs/Place"}}
+        return {"type": "function", "function": {"name": name, "parameters": place}}
+
+    async def use(rig: Rig) -> None:
+        ask = {**ASKS[CHAT], "tool_choice": "required"}
+        asked = {**ask, "tools": [tool("a", "string"), tool("b", "string")]}
+        parsed(await rig.post(CHAT, asked))
+        shaping = rig.serving.requests[-1].sampling.shaping
+        assert shaping is not None
+        schema = json.loads(shaping.schema)
+        assert schema["$defs"] == {"Place": {"type": "string"}}
+        assert "$defs" not in schema["anyOf"][0]["properties"]["arguments"]
+        reply = await rig.post(CHAT, {**ask, "tools": [tool("a", "string"), tool("b", "number")]})
+        error = json.loads(reply.body)["error"]
+        assert (reply.status, error["param"]) == (400, "tools")
+        reply = await rig.post(CHAT, {**ask, "tools": [tool("a", "strng")]})
+        error = json.loads(reply.body)["error"]
+        assert (reply.status, error["param"]) == (400, "tools")
+
+    tool_run(use)
+
+
 CALL = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": {"city": "X"}}}
 TURNS: list[Any] = [
     HI,
@@ -374,11 +442,17 @@ def _call(**more: Any) -> dict[str, Any]:
         (CHAT, {"tools": [{"type": "function", "function": {"name": ""}}]}, "tools[0]"),
         (CHAT, {"tools": [CHAT_TOOL] * 257}, "tools"),
         (CHAT, {"tools": [{**CHAT_TOOL, "x": "y" * 600_000}]}, "tools"),
-        (CHAT, {"tool_choice": "required"}, "tool_choice"),
+        (CHAT, {"tools": [], "tool_choice": "required"}, "tool_choice"),
+        (
+            CHAT,
+            {"tool_choice": "required", "response_format": {"type": "json_object"}},
+            "response_format",
+        ),
+        (CHAT, {"tool_choice": "required", "min_tokens": 3}, "min_tokens"),
         (CHAT, {"tool_choice": "always"}, "tool_choice"),
         (
             CHAT,
-            {"tool_choice": {"type": "function", "function": {"name": "weather"}}},
+            {"tool_choice": {"type": "function", "function": {"name": "other"}}},
             "tool_choice",
         ),
         (CHAT, _said(role="assistant", tool_calls=[1]), "messages[1].tool_calls[0]"),
@@ -397,7 +471,7 @@ def _call(**more: Any) -> dict[str, Any]:
         (CHAT, _said(role="tool", tool_call_id="a"), "messages[1].content"),
         ("/v1/completions", {"prompt": "a", "tools": [CHAT_TOOL]}, "tools"),
         (RESPONSES, {"tools": [{"type": "web_search"}]}, "tools[0].type"),
-        (RESPONSES, {"tool_choice": {"type": "function", "name": "weather"}}, "tool_choice"),
+        (RESPONSES, {"tool_choice": {"type": "function", "name": "other"}}, "tool_choice"),
         (RESPONSES, {"input": [{"role": "tool", "content": "x"}]}, "input[0].role"),
         (RESPONSES, {"input": [{"type": "function_call", "name": "f"}]}, "input[0].call_id"),
         (
@@ -411,7 +485,8 @@ def _call(**more: Any) -> dict[str, Any]:
             "input[0].output",
         ),
         (MESSAGES, {"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools[0].type"),
-        (MESSAGES, {"tool_choice": {"type": "any"}}, "tool_choice"),
+        (MESSAGES, {"tool_choice": {"type": "tool"}}, "tool_choice"),
+        (MESSAGES, {"tool_choice": {"type": "any"}, "tools": []}, "tool_choice"),
         (
             MESSAGES,
             _said(role="user", content=[{"type": "tool_use", "id": "a"}]),

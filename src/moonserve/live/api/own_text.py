@@ -291,7 +291,8 @@ class OwnText:
         shaping = openai.shaping(fields, tools.vocab_size)
         if shaping is not None:
             if shaping.schema:
-                await asyncio.to_thread(check_schema, shaping.schema)
+                fields_of_schema = openai.schema_fields(fields)
+                await asyncio.to_thread(check_schema, shaping.schema, *fields_of_schema)
             sampling = msgspec.structs.replace(sampling, shaping=shaping)
         return Request(
             id=limiter.named(given, given in self._live),
@@ -347,4 +348,5 @@ def _call_reader(fields: _Fields) -> CallReader | None:
     """What takes calls of tools out of an answer; None: it may have none."""
     if not isinstance(fields, openai.ChatRequest) or not fields.may_call:
         return None
-    return CallReader(most=1 if fields.parallel_tool_calls is False else None)
+    most = 1 if fields.parallel_tool_calls is False else None
+    return CallReader(most, is_call=fields.must_call)

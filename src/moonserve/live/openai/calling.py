@@ -89,7 +89,7 @@ def chat_tools(tools: msgspec.Raw, choice: msgspec.Raw) -> tuple[list[Tool], Too
     found = decode_tools(tools, _ChatTools).tools or []
     chosen = decode_choice(choice, _ChatToolChoice).tool_choice or "auto"
     check_tools([tool.function.name for tool in found])
-    check_choice(chosen)
+    check_choice(chosen, found)
     return found, chosen
 
 
@@ -105,12 +105,49 @@ def check_tools(names: Sequence[str]) -> None:
             )
 
 
-def check_choice(choice: ToolChoice) -> None:
-    """Raise BadRequest for a choice that our workers cannot keep."""
-    if choice not in ("none", "auto"):
-        raise BadRequest(
-            'tool_choice: only "none" or "auto" is supported here: our workers cannot make a model'
-            " call a tool; ask for the call in the prompt",
-            "tool_choice",
-            "unsupported_parameter",
-        )
+def check_choice(choice: ToolChoice, tools: Sequence[Tool]) -> None:
+    """Raise BadRequest for a choice that these tools do not have."""
+    names = [tool.function.name for tool in tools]
+    if choice == "required" and not names:
+        raise BadRequest("tool_choice: needs tools; add them, or leave it out", "tool_choice")
+    if isinstance(choice, NamedTool) and choice.function.name not in names:
+        what = f"{choice.function.name[:80]!r} is not one of the tools"
+        raise BadRequest(f"tool_choice: {what}", "tool_choice")
+
+
+def call_schema(choice: ToolChoice | None, tools: Sequence[Tool]) -> str:
+    """The JSON schema of one call, where the choice demands one; empty: none is demanded.
+
+    Raises BadRequest.
+    """
+    if choice is None or choice in ("none", "auto"):
+        return ""
+    wanted = [tool.function for tool in tools]
+    if isinstance(choice, NamedTool):
+        wanted = [it for it in wanted if it.name == choice.function.name]
+    shared: dict[str, dict[str, Any]] = {}
+    calls = [
+        {
+            "type": "object",
+            "properties": {"name": {"const": it.name}, "arguments": _without_shared(it, shared)},
+            "required": ["name", "arguments"],
+            "additionalProperties": False,
+        }
+        for it in wanted
+    ]
+    return msgspec.json.encode({"anyOf": calls, **shared}).decode()
+
+
+def _without_shared(function: Function, shared: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """The schema of a function's arguments. What its references name goes to `shared`, since they
+    count from the root of the whole schema. Raises BadRequest."""
+    parameters = dict(function.parameters or {"type": "object"})
+    for field in ("$defs", "definitions"):
+        named = parameters.pop(field, None)
+        if not isinstance(named, dict):
+            continue
+        for name, schema in named.items():
+            if shared.setdefault(field, {}).setdefault(name, schema) != schema:
+                what = f"two of them have different schemas {name[:80]!r} in {field}; rename one"
+                raise BadRequest(f"tools: {what}", "tools")
+    return parameters

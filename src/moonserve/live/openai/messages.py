@@ -17,7 +17,10 @@ from moonserve.core.units import Tokens
 from moonserve.live.http.message import decode_json
 from moonserve.live.openai.calling import (
     Function,
+    FunctionName,
+    NamedTool,
     Tool,
+    ToolChoice,
     check_choice,
     check_tools,
     decode_choice,
@@ -230,21 +233,27 @@ def _tool_fields(sent: _CountFields | _MessagesFields) -> dict[str, Any]:
     """The fields of a chat that are about tools. Raises BadRequest."""
     if sent.tools is UNTOUCHED and sent.tool_choice is UNTOUCHED:
         return {}
-    tools = decode_tools(sent.tools, _MessagesTools).tools or []
-    check_tools([tool.name for tool in tools])
-    choice = decode_choice(sent.tool_choice, _MessagesChoice).tool_choice or MessagesToolChoice(
-        "auto"
-    )
-    if choice.type not in ("auto", "none"):
-        check_choice("required")
+    sent_tools = decode_tools(sent.tools, _MessagesTools).tools or []
+    check_tools([tool.name for tool in sent_tools])
+    tools = [
+        Tool("function", Function(tool.name, tool.description, tool.input_schema))
+        for tool in sent_tools
+    ]
+    sent_choice = decode_choice(sent.tool_choice, _MessagesChoice).tool_choice
+    choice = sent_choice or MessagesToolChoice("auto")
+    check_choice(_choice(choice), tools)
     return {
-        "tools": [
-            Tool("function", Function(tool.name, tool.description, tool.input_schema))
-            for tool in tools
-        ],
-        "tool_choice": choice.type,
+        "tools": tools,
+        "tool_choice": _choice(choice),
         "parallel_tool_calls": not choice.disable_parallel_tool_use,
     }
+
+
+def _choice(choice: MessagesToolChoice) -> ToolChoice:
+    """The same in a chat."""
+    if choice.type == "tool":
+        return NamedTool("function", FunctionName(choice.name or ""))
+    return "required" if choice.type == "any" else choice.type
 
 
 class MessagesUsage(msgspec.Struct):

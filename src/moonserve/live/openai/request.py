@@ -27,7 +27,7 @@ from moonserve.core.errors import BadRequest
 from moonserve.core.request import Penalties, Sampling, Shaping, Stopping
 from moonserve.core.units import Bytes, Tokens, whole_number
 from moonserve.live.http.message import COUNT_TOKENS, MESSAGES, decode_json
-from moonserve.live.openai.calling import Tool, ToolChoice, chat_tools
+from moonserve.live.openai.calling import Tool, ToolChoice, call_schema, chat_tools
 from moonserve.live.openai.unserved import CHAT, COMPLETION, UNTOUCHED, Refused, refuse_unless
 from moonserve.live.text.grammar import ANY_OBJECT
 
@@ -272,6 +272,11 @@ class ChatRequest(GenerationRequest, kw_only=True):
     def may_call(self) -> bool:
         """Whether the answer may have calls of tools."""
         return bool(self.tools) and self.tool_choice != "none"
+
+    @property
+    def must_call(self) -> bool:
+        """Whether the answer must be a call of a tool."""
+        return self.tool_choice not in (None, "none", "auto")
 
 
 class CompletionRequest(GenerationRequest, kw_only=True):
@@ -543,17 +548,37 @@ def penalties(request: GenerationRequest) -> Penalties | None:
 
 def json_schema(request: GenerationRequest) -> str:
     """The JSON schema that the text must follow; empty: it is free. Raises BadRequest."""
+    call = ""
+    if isinstance(request, ChatRequest) and request.tools:
+        call = call_schema(request.tool_choice, request.tools)
     wanted = request.response_format
-    if wanted is None or wanted.type == "text":
+    if wanted is not None and wanted.type == "text":
+        wanted = None
+    if wanted is None and not call:
         return ""
-    for name, given in (("ignore_eos", request.ignore_eos), ("min_tokens", request.min_tokens)):
+    field, _ = schema_fields(request)
+    others = {
+        "ignore_eos": request.ignore_eos,
+        "min_tokens": request.min_tokens,
+        "response_format": call and wanted,
+    }
+    for name, given in others.items():
         if given:
-            raise BadRequest(f"{name}: cannot be kept with response_format; leave it out", name)
+            raise BadRequest(f"{name}: cannot be kept with {field}; leave it out", name)
+    if wanted is None:
+        return call
     if wanted.type == "json_object":
         return ANY_OBJECT
     if wanted.json_schema is None:
         raise BadRequest("response_format.json_schema: is missing", "response_format.json_schema")
     return bytes(wanted.json_schema.schema).decode()
+
+
+def schema_fields(request: GenerationRequest) -> tuple[str, str]:
+    """The field that asks for a `json_schema`, and the one that has the schema."""
+    if isinstance(request, ChatRequest) and request.must_call:
+        return "tool_choice", "tools"
+    return "response_format", "response_format.json_schema.schema"
 
 
 def token_biases(request: GenerationRequest, vocab_size: int) -> tuple[tuple[int, float], ...]:

@@ -19,7 +19,10 @@ from moonserve.core.units import Tokens
 from moonserve.live.http.message import decode_json
 from moonserve.live.openai.calling import (
     Function,
+    FunctionName,
+    NamedTool,
     Tool,
+    ToolChoice,
     check_choice,
     check_tools,
     decode_choice,
@@ -227,17 +230,20 @@ def _tool_fields(sent: _ResponseFields) -> dict[str, Any]:
     """The fields of a chat that are about tools. Raises BadRequest."""
     if sent.tools is UNTOUCHED and sent.tool_choice is UNTOUCHED:
         return {}
-    tools = decode_tools(sent.tools, _ResponseTools).tools or []
-    check_tools([tool.name for tool in tools])
-    choice = decode_choice(sent.tool_choice, _ResponseToolChoice).tool_choice or "auto"
-    check_choice("required" if isinstance(choice, NamedFunction) else choice)
-    return {
-        "tools": [
-            Tool("function", Function(tool.name, tool.description, tool.parameters))
-            for tool in tools
-        ],
-        "tool_choice": choice,
-    }
+    sent_tools = decode_tools(sent.tools, _ResponseTools).tools or []
+    check_tools([tool.name for tool in sent_tools])
+    tools = [
+        Tool("function", Function(tool.name, tool.description, tool.parameters))
+        for tool in sent_tools
+    ]
+    sent_choice = decode_choice(sent.tool_choice, _ResponseToolChoice).tool_choice or "auto"
+    choice: ToolChoice
+    if isinstance(sent_choice, NamedFunction):
+        choice = NamedTool("function", FunctionName(sent_choice.name))
+    else:
+        choice = sent_choice
+    check_choice(choice, tools)
+    return {"tools": tools, "tool_choice": choice}
 
 
 def _check_metadata(raw: bytes) -> None:

@@ -40,11 +40,14 @@ class CallReader:
     is white space between the beginning of the text and its first call.
     """
 
-    def __init__(self, most: int | None = None) -> None:
-        """most: further calls are dropped; None: all are wanted."""
+    def __init__(self, most: int | None = None, is_call: bool = False) -> None:
+        """most: further calls are dropped; None: all are wanted. is_call: the text begins within a
+        call, whose begin tag it lacks."""
         self._most = most
-        self._tag = StopMatcher((_OPEN,))
-        self._body: list[str] | None = None
+        self._begun = "" if is_call else _OPEN
+        """The begin tag of the call that is read now."""
+        self._tag = StopMatcher((_CLOSE if is_call else _OPEN,))
+        self._body: list[str] | None = [] if is_call else None
         """Pieces of the call that is read now; None: it is text."""
         self._blank: list[str] = []
         """White space that is dropped if a call follows."""
@@ -91,12 +94,13 @@ class CallReader:
     def _close(self, tag: str) -> str:
         """End the call that is read; the text that it is if it is none. tag: its end tag."""
         body = "".join(self._body or ())
+        begun, self._begun = self._begun, _OPEN
         self._body = None
         try:
             written = msgspec.json.decode(body, type=_CallJson)
             arguments = msgspec.json.encode(written.arguments).decode()
         except (*UNREADABLE, UnicodeEncodeError):
-            return self._say(_OPEN + body + tag)
+            return self._say(begun + body + tag)
         self._is_edge = True
         self._blank.clear()
         if self._most is None or self.count < self._most:

@@ -13,29 +13,32 @@ from typing import Any
 from moonserve.core.errors import BadRequest, EngineFailed, PackageMissing
 from moonserve.live.text.tokenizer import Tokenizer
 
-PARAM = "response_format"
-_SCHEMA = f"{PARAM}.json_schema.schema"
+FIELDS = "response_format and tool_choice"
+"""What clients ask for by fields that need grammars."""
 ANY_OBJECT = '{"type":"object"}'
 """The schema of every JSON object."""
 _MISSING = (
-    f"{PARAM}: needs the package llguidance at the gateway and at the workers, and {{where}} has it"
+    f"{FIELDS} need the package llguidance at the gateway and at the workers, and {{where}} has it"
     " not; install it there with: pip install 'moonserve[grammar]'"
 )
 
 
-def check_schema(schema: str) -> None:
-    """Raise BadRequest if no text can be made by this JSON schema. It may take a second."""
+def check_schema(schema: str, asked_by: str, param: str) -> None:
+    """Raise BadRequest if no text can be made by this JSON schema. It may take a second.
+
+    asked_by: the field that asks for JSON; param: the one that has the schema.
+    """
     try:
         library = _library("the gateway")
     except PackageMissing as error:
-        raise BadRequest(str(error), PARAM, "unsupported_parameter") from None
+        raise BadRequest(f"{asked_by}: {error}", asked_by, "unsupported_parameter") from None
     try:
         grammar = _compiled(library, schema)
     except ValueError as error:
-        raise BadRequest(f"{_SCHEMA}: {error}", _SCHEMA) from None
+        raise BadRequest(f"{param}: {error}", param) from None
     wrong = library.LLMatcher.validate_grammar(grammar)
     if wrong:
-        raise BadRequest(f"{_SCHEMA}: cannot be followed: {wrong[:300]}", _SCHEMA)
+        raise BadRequest(f"{param}: cannot be followed: {wrong[:300]}", param)
 
 
 def _library(where: str) -> Any:
@@ -80,7 +83,7 @@ class Grammar:
 
     def _failed(self) -> EngineFailed:
         why = self._matcher.get_error().partition("\n")[0]
-        return EngineFailed(f"{PARAM}: the text left its schema: {why or 'no token fits'}")
+        return EngineFailed(f"the text left its JSON schema: {why or 'no token fits'}")
 
 
 class Grammars:
@@ -102,7 +105,7 @@ class Grammars:
             self._known = library.LLTokenizer(wrapped, eos_token=eos)
         matcher = library.LLMatcher(self._known, _compiled(library, schema), log_level=0)
         if matcher.is_error():
-            raise BadRequest(f"{_SCHEMA}: {matcher.get_error()[:300]}", _SCHEMA)
+            raise BadRequest(f"structured_outputs: {matcher.get_error()[:300]}")
         grammar = Grammar(matcher, self._tokenizer.eos_ids)
         if generated:
             grammar.take(generated)
