@@ -174,7 +174,10 @@ def test_places_in_a_folder(tokenizer: Tokenizer, tmp_path: Path) -> None:
     assert load_template(tmp_path, tokenizer).render(USER) == "one"
     named = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "tools"}]
     config.write_text(json.dumps({"chat_template": named}))
-    assert load_template(tmp_path, tokenizer).render(USER) == "plain"
+    template = load_template(tmp_path, tokenizer)
+    assert template.render(USER) == "plain"
+    assert template.render(USER, [{}]) == "tools"
+    assert not template.knows_tools
     config.write_text(json.dumps({"chat_template": named[1:]}))
     with pytest.raises(BadRequest):
         load_template(tmp_path, tokenizer).render(USER)
@@ -182,4 +185,13 @@ def test_places_in_a_folder(tokenizer: Tokenizer, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"chat_template"):
         load_template(tmp_path, tokenizer)
     (tmp_path / "chat_template.jinja").write_text("file")
-    assert load_template(tmp_path, tokenizer).render(USER) == "file"
+    template = load_template(tmp_path, tokenizer)
+    assert template.render(USER) == template.render(USER, [{}]) == "file"
+    (tmp_path / "additional_chat_templates").mkdir()
+    more = tmp_path / "additional_chat_templates" / "tool_use.jinja"
+    more.write_text((FIXTURES / "tools.jinja").read_text())
+    template = load_template(tmp_path, tokenizer)
+    assert template.render(USER) == "file"
+    assert template.knows_tools
+    assert template.has_known_calls
+    assert '{"name": "f"}' in template.render(USER, [{"name": "f"}])

@@ -15,7 +15,7 @@ from moonserve.core.errors import BadRequest
 from moonserve.core.units import Bytes
 from moonserve.live.http.message import decode_json
 
-_TOOLS_BYTES: Bytes = 512 << 10
+_TOOLS_BYTES: Bytes = 256 << 10
 """More JSON than the tools of a coding agent have."""
 _CHOICE_BYTES: Bytes = 1 << 10
 _MAX_TOOLS = 256

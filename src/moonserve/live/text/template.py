@@ -84,15 +84,21 @@ def _is_sequence(value: object) -> bool:
 class ChatTemplate:
     """The compiled template of one model. Threads may share it."""
 
-    def __init__(self, source: str | None, tokenizer: Tokenizer) -> None:
-        """Raises ConfigError if `source` is not Jinja. None: the model has no chat template."""
+    def __init__(
+        self, source: str | None, tokenizer: Tokenizer, with_tools: str | None = None
+    ) -> None:
+        """source: None: the model has no chat template; with_tools: the template that it has for
+        prompts with tools; None: the same one. Raises ConfigError if one is not Jinja."""
         environment = _Environment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
         )
         environment.filters["tojson"] = _tojson
         try:
             self._template = None if source is None else environment.from_string(source)
-            reads = meta.find_undeclared_variables(environment.parse(source or ""))
+            self._with_tools = self._template
+            if with_tools is not None:
+                self._with_tools = environment.from_string(with_tools)
+            reads = meta.find_undeclared_variables(environment.parse(with_tools or source or ""))
         except TemplateError as error:
             raise BadModel(f"the model's chat template is not valid: {error}") from error
         self.knows_tools = "tools" in reads
@@ -134,7 +140,8 @@ class ChatTemplate:
         tools: in OpenAI's form; None: there are none. Raises BadRequest for `messages` if the
         template refuses them.
         """
-        if self._template is None:
+        template = self._template if tools is None else self._with_tools
+        if template is None:
             raise BadRequest(
                 "this model has no chat template; use /v1/completions with a prompt", "messages"
             )
@@ -148,7 +155,7 @@ class ChatTemplate:
         pieces: list[str] = []
         size = 0
         try:
-            for piece in self._template.generate(variables):
+            for piece in template.generate(variables):
                 size += len(piece)
                 if size > MAX_RENDERED:
                     raise BadRequest(
@@ -200,9 +207,12 @@ def _strftime_now(format: str) -> str:
 def load_template(path: Path, tokenizer: Tokenizer) -> ChatTemplate:
     """Read the chat template of a .gguf file or a Hugging Face folder; none is no error yet.
 
-    If there are several, such as one for tools, it takes the one named "default".
+    If there are several, it takes those named "default" and "tool_use".
     """
-    return ChatTemplate(_of_folder(path) if path.is_dir() else template_of_gguf(path), tokenizer)
+    if not path.is_dir():
+        return ChatTemplate(template_of_gguf(path), tokenizer)
+    named = _of_folder(path)
+    return ChatTemplate(named.get("default"), tokenizer, named.get("tool_use"))
 
 
 def template_of_gguf(path: Path) -> str | None:
@@ -222,18 +232,25 @@ class _TemplateConfig(msgspec.Struct):
     chat_template: str | list[_Named] | None = None
 
 
-def _of_folder(folder: Path) -> str | None:
-    """Read chat_template.jinja, which is the newer place, or else tokenizer_config.json."""
-    file = folder / "chat_template.jinja"
+def _of_folder(folder: Path) -> dict[str, str]:
+    """Read the templates by name: of files, which are the newer place, or else of
+    tokenizer_config.json."""
+    files = {
+        "default": folder / "chat_template.jinja",
+        "tool_use": folder / "additional_chat_templates" / "tool_use.jinja",
+    }
     config = folder / "tokenizer_config.json"
+    if not files["default"].exists() and config.exists():
+        found = read_json(config, _TemplateConfig).chat_template or []
+        if isinstance(found, str):
+            return {"default": found}
+        return {entry.name: entry.template for entry in found}
+    return {name: _read(file) for name, file in files.items() if file.exists()}
+
+
+def _read(file: Path) -> str:
+    """The text of a file. Raises ConfigError."""
     try:
-        if file.exists():
-            return file.read_text("utf-8")
+        return file.read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise BadModel(f"cannot read {file}: {error}") from error
-    if not config.exists():
-        return None
-    found = read_json(config, _TemplateConfig).chat_template
-    if found is None or isinstance(found, str):
-        return found
-    return next((entry.template for entry in found if entry.name == "default"), None)
