@@ -8,7 +8,7 @@ take turns there.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, TypeAlias
@@ -19,6 +19,7 @@ from moonserve.core.errors import BadRequest, Overloaded
 from moonserve.core.shares import Party, Shares
 from moonserve.core.units import Bytes, Tokens
 from moonserve.live.openai import request as openai
+from moonserve.live.openai.calling import Tool
 from moonserve.live.text.tools import TextTools
 from moonserve.live.turns import Turns
 
@@ -52,11 +53,9 @@ class Prompts:
             size = sum(_size(text) for it in messages for text in _texts(it))
             field = fields.prompt_field
             _refuse_hopeless(field, size, tools, max_len)
-            functions = None
             if fields.tools:
-                functions = msgspec.to_builtins(fields.tools)
-                size += len(msgspec.json.encode(functions))
-            work = partial(_chat_tokens, messages, functions, field, tools, max_len)
+                size += len(msgspec.json.encode(fields.tools))
+            work = partial(_chat_tokens, messages, fields.tools, field, tools, max_len)
         else:
             prompt = openai.single_prompt(fields, tools.vocab_size, max_len)
             if isinstance(prompt, list):
@@ -101,7 +100,7 @@ def _texts(message: Mapping[str, Any]) -> Iterator[str]:
 
 def _chat_tokens(
     messages: list[dict[str, Any]],
-    functions: list[dict[str, Any]] | None,
+    functions: Sequence[Tool] | None,
     field: str,
     tools: TextTools,
     max_len: Tokens,
@@ -110,7 +109,7 @@ def _chat_tokens(
         if "tool_calls" in message:
             message["tool_calls"] = openai.template_calls(message["tool_calls"], field)
     try:
-        text = tools.render_chat(messages, functions)
+        text = tools.render_chat(messages, msgspec.to_builtins(functions) if functions else None)
     except BadRequest as error:
         error.param = field
         raise
