@@ -146,6 +146,8 @@ def test_a_conductor_says_who_serves_clients(monkeypatch: pytest.MonkeyPatch) ->
             reply = await it.call("POST", "/v1/chat/completions")
             assert reply.status == 404
             assert b"a Conductor serves no clients; send the request to a gateway" in reply.body
+            reply = await it.call("POST", "/v1/audio/speech")
+            assert b"no path /v1/audio/speech for POST; GET /openapi.json lists" in reply.body
 
     asyncio.run(body())
 

@@ -59,6 +59,7 @@ Routes: TypeAlias = dict[tuple[str, str], Handler]
 """Handlers by (method, path)."""
 
 _NO_LIMITS: Mapping[str, Bytes] = {}
+_LIST = ("GET", "/openapi.json")
 _NONE_ABSENT: Mapping[str, str] = {}
 _NO_HEADERS: Mapping[str, str] = {}
 _DISCARD_BYTES = 64 << 20
@@ -763,12 +764,13 @@ class App:
         raise NotFound(f"there is no path {path} for {method}{self._meant(method, path)}")
 
     def _meant(self, method: str, path: str) -> str:
-        """The path that a client meant who has left out /v1 or has added it twice."""
+        """The path that a client meant who has left out /v1 or has added it twice, or where it
+        finds all paths."""
         for known_method, known in self.routes:
             has_end = known.endswith(path) or path.endswith(known)
             if known_method == method and known != "/" and has_end:
                 return f"; did you mean {known}?"
-        return ""
+        return "; GET /openapi.json lists all paths" if _LIST in self.routes else ""
 
     def _head(self, request: HttpRequest, reply: Response | StreamingResponse) -> bytes:
         second = int(time.time())
