@@ -6,12 +6,13 @@ import asyncio
 import contextlib
 import json
 import re
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import msgspec
 import pytest
 
+from moonserve.core.errors import BadRequest
 from moonserve.live.control import control
 from moonserve.live.control.config import GatewayConfig
 from moonserve.live.http.client import ClientResponse, HttpClient
@@ -235,6 +236,45 @@ def test_bodies_of_responses_and_messages_are_described_whole() -> None:
     ):
         described = {*shape.struct.__struct_fields__, *shape.harmless, *refused.foreign}
         assert described == {*parsed.__struct_fields__}
+
+
+PARSERS: dict[str, Callable[[bytes], object]] = {
+    "/v1/chat/completions": lambda body: request.parse_chat(body, 9),
+    "/v1/completions": lambda body: request.parse_completion(body, 9),
+    "/v1/responses": lambda body: responses.parse_response(body, 9),
+    "/v1/messages": lambda body: messages.parse_messages(body, 9),
+}
+BEYOND = {"minimum": -1, "exclusiveMinimum": 0, "maximum": 1}
+"""Kind of a bound -> how far from it a number is out of bounds."""
+
+
+@pytest.mark.parametrize("path", PARSERS)
+def test_bounds_of_numbers_are_those_that_are_checked(
+    path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A number at its bound is taken, one beyond it refused by name."""
+
+    async def body() -> Document:
+        async with served("workers", monkeypatch) as it:
+            return await it.document()
+
+    document = asyncio.run(body())
+    content = document["paths"][path]["post"]["requestBody"]["content"]["application/json"]
+    checked = 0
+    for name, field in properties(content["schema"], document).items():
+        kinds = [it for it in field.get("anyOf", [field]) if {*it} & {*BEYOND}]
+        for kind in kinds:
+            more = {"logprobs": True} if name == "top_logprobs" else {}
+            for bound in {*kind} & {*BEYOND}:
+                beyond = kind[bound] + BEYOND[bound]
+                ask = {**BASES[path], **more}
+                if bound != "exclusiveMinimum":
+                    PARSERS[path](json.dumps({**ask, name: kind[bound]}).encode())
+                with pytest.raises(BadRequest) as refused:
+                    PARSERS[path](json.dumps({**ask, name: beyond}).encode())
+                assert refused.value.param == name
+                checked += 1
+    assert checked >= 8
 
 
 def test_parameters_have_the_types_that_their_parsers_take(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Iterator, Sequence
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -28,6 +28,7 @@ from moonserve.live.openai.calling import (
 )
 from moonserve.live.openai.reply import ChoiceState, Usage, named_event
 from moonserve.live.openai.request import (
+    AtLeastOne,
     BodyShape,
     CalledFunction,
     ChatRequest,
@@ -45,6 +46,7 @@ from moonserve.live.openai.request import (
     decode_stop_sequences,
     expect_items,
     shared,
+    stated,
 )
 from moonserve.live.openai.unserved import COUNT_TOKENS, MESSAGES, UNTOUCHED
 from moonserve.live.text.calls import FoundCall
@@ -82,7 +84,7 @@ class Block(ContentPart, kw_only=True):
 class BlockMessage(Item, gc=False):
     """One message of a conversation."""
 
-    role: str
+    role: Annotated[str, stated(enum=[*_BLOCKS])]
     content: str | list[Block] | None = None
 
 
@@ -107,7 +109,7 @@ class CountTokensRequest(msgspec.Struct, kw_only=True):
     """POST /v1/messages/count_tokens."""
 
     model: str
-    messages: list[BlockMessage]
+    messages: Annotated[list[BlockMessage], stated(minItems=1)]
     system: str | list[ContentPart] | None = None
     tools: list[MessagesTool] | None = None
     tool_choice: MessagesToolChoice | None = None
@@ -117,11 +119,11 @@ class MessagesRequest(SharedFields, kw_only=True):
     """POST /v1/messages."""
 
     model: str
-    messages: list[BlockMessage]
+    messages: Annotated[list[BlockMessage], stated(minItems=1)]
     system: str | list[ContentPart] | None = None
     tools: list[MessagesTool] | None = None
     tool_choice: MessagesToolChoice | None = None
-    max_tokens: int
+    max_tokens: AtLeastOne
     stop_sequences: list[str] | None = None
 
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Mapping, Sequence
 from operator import attrgetter
-from typing import Any, ClassVar, Literal, TypeAlias
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 import msgspec
 
@@ -124,6 +124,17 @@ class BodyShape(msgspec.Struct, frozen=True):
     """Fields that are refused, unless they have one of these values or null."""
 
 
+def stated(**schema: object) -> msgspec.Meta:
+    """Bounds of a field for /openapi.json alone: the checks below word what they refuse."""
+    return msgspec.Meta(extra_json_schema=schema)
+
+
+AtLeastOne: TypeAlias = Annotated[int, stated(minimum=1)]
+_MostLogprobs: TypeAlias = Annotated[int, stated(minimum=0, maximum=MOST_LOGPROBS)]
+_Penalty: TypeAlias = Annotated[float, stated(minimum=-2, maximum=2)]
+_Repetition: TypeAlias = Annotated[float, stated(minimum=REPETITION[0], maximum=REPETITION[1])]
+
+
 class StreamOptions(msgspec.Struct):
     """What a stream carries besides its text."""
 
@@ -188,7 +199,7 @@ class ToolCall(Item, kw_only=True, gc=False):
 class Message(Item, gc=False):
     """One message of a conversation."""
 
-    role: str
+    role: Annotated[str, stated(enum=[*_ROLES])]
     content: str | list[ContentPart] | None = None
     name: str | None = None
     tool_calls: list[ToolCall] | None = None
@@ -200,24 +211,24 @@ class Message(Item, gc=False):
 class SharedFields(msgspec.Struct, kw_only=True):
     """The fields of a generation that each API has, Messages too."""
 
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    seed: int | None = None
+    temperature: Annotated[float, stated(minimum=0, maximum=2)] | None = None
+    top_p: Annotated[float, stated(exclusiveMinimum=0, maximum=1)] | None = None
+    top_k: Annotated[int, stated(minimum=-1, maximum=2**31 - 1)] | None = None
+    seed: Annotated[int, stated(minimum=-(2**63), maximum=2**63 - 1)] | None = None
     ignore_eos: bool | None = None
     stream: bool | None = None
-    cache_salt: str | None = None
+    cache_salt: Annotated[str, stated(minLength=1, maxLength=_MAX_SALT_CHARS)] | None = None
 
 
 class _Common(SharedFields, kw_only=True):
     """The fields that every generation has, and that are short by their type."""
 
-    max_tokens: int | None = None
-    n: int | None = None
-    min_tokens: int | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
+    max_tokens: AtLeastOne | None = None
+    n: Annotated[int, stated(minimum=1, maximum=MOST_CHOICES)] | None = None
+    min_tokens: Annotated[int, stated(minimum=0, maximum=2**31 - 1)] | None = None
+    presence_penalty: _Penalty | None = None
+    frequency_penalty: _Penalty | None = None
+    repetition_penalty: _Repetition | None = None
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None
 
@@ -252,10 +263,10 @@ class ChatRequest(GenerationRequest, kw_only=True):
     prompt_field: ClassVar[str] = "messages"
     """The field of the body that has the conversation."""
     model: str
-    messages: list[Message]
-    max_completion_tokens: int | None = None
+    messages: Annotated[list[Message], stated(minItems=1)]
+    max_completion_tokens: AtLeastOne | None = None
     logprobs: bool | None = None
-    top_logprobs: int | None = None
+    top_logprobs: _MostLogprobs | None = None
     tools: list[Tool] | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
@@ -283,8 +294,8 @@ class CompletionRequest(GenerationRequest, kw_only=True):
     """POST /v1/completions."""
 
     model: str
-    prompt: str | list[str | int | list[int]]
-    logprobs: int | None = None
+    prompt: Annotated[str | list[str | int | list[int]], stated(minLength=1, minItems=1)]
+    logprobs: _MostLogprobs | None = None
 
 
 _SERVED: Mapping[Form, type[GenerationRequest]] = {

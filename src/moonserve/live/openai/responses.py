@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Sequence
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -30,6 +30,7 @@ from moonserve.live.openai.calling import (
 )
 from moonserve.live.openai.reply import ChoiceState, Usage, call_id, named_event
 from moonserve.live.openai.request import (
+    AtLeastOne,
     BodyShape,
     CalledFunction,
     ChatRequest,
@@ -47,6 +48,7 @@ from moonserve.live.openai.request import (
     check_role,
     expect_items,
     shared,
+    stated,
 )
 from moonserve.live.openai.unserved import RESPONSES, UNTOUCHED, Refused, refuse_unless
 from moonserve.live.text.calls import FoundCall
@@ -66,8 +68,8 @@ _TEXT_ONLY = Refused(("text",), "use response_format in /v1/chat/completions")
 class ResponseItem(Item, kw_only=True):
     """One item of the input: a message, a call of a function, or what it returned."""
 
-    type: str = "message"
-    role: str = ""
+    type: Annotated[str, stated(enum=["message", *_NEEDED])] = "message"
+    role: Annotated[str, stated(enum=[*_ROLES])] = ""
     content: str | list[ContentPart] | None = None
     name: str | None = None
     """Of a call: the function."""
@@ -111,12 +113,12 @@ class ResponseRequest(SharedFields, kw_only=True):
     """POST /v1/responses."""
 
     model: str
-    input: str | list[ResponseItem]
+    input: Annotated[str | list[ResponseItem], stated(minItems=1)]
     instructions: str | None = None
     tools: list[ResponseTool] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedFunction | None = None
     parallel_tool_calls: bool | None = None
-    max_output_tokens: int | None = None
+    max_output_tokens: AtLeastOne | None = None
     stream_options: StreamOptions | None = None
     text: AskedText | None = None
     metadata: msgspec.Raw = UNTOUCHED
