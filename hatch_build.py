@@ -1,11 +1,10 @@
-"""Compiles moonserve.core, and busy modules of live, to native modules: for a wheel, or in place.
+"""Compiles moonserve.core to native modules: for a wheel (hatchling calls the hook), or in place.
 
-    python hatch_build.py            compile the checkout, beside its source
+    python hatch_build.py            compile the checkout's core, beside its source
     python hatch_build.py --remove   remove what was compiled
     python hatch_build.py --list     print the modules that are compiled
     python hatch_build.py --missing  print what is missing here for a compiler, if something is
 
-hatchling calls the hook for a wheel.
 MOONSERVE_COMPILE=1 makes a wheel fail that cannot be compiled, MOONSERVE_COMPILE=0 makes it pure.
 Without the variable a wheel is compiled if this machine has a C compiler and Python's headers. An
 editable installation is never compiled by itself. `moonserve/native.py` decides at run time.
@@ -64,18 +63,13 @@ def why_not(source: str) -> str | None:
 
 
 def modules() -> list[Path]:
-    """The files that are compiled: those of core that can be, and native.LIVE."""
+    """The files of core that are compiled."""
     out = {PACKAGE / path for path in LEFT_OUT}
-    core = [
+    return [
         path
         for path in sorted((PACKAGE / "core").rglob("*.py"))
         if path.name != "__init__.py" and path not in out and why_not(path.read_text()) is None
     ]
-    live = [PACKAGE / path for path in native.LIVE]
-    for path in live:
-        if (why := why_not(path.read_text())) is not None:
-            raise SystemExit(f"{path.relative_to(SRC)} cannot be compiled: {why}")
-    return core + live
 
 
 def can_compile() -> str | None:
@@ -89,7 +83,7 @@ def can_compile() -> str | None:
 
 
 def compile_into(out: Path, work: Path) -> list[Path]:
-    """Compile the modules into the folder `out`, laid out as below src, with the manifest last."""
+    """Compile core into the folder `out`, laid out as below src, with the manifest last."""
     from mypyc.build import mypycify
     from setuptools import Distribution
 
@@ -125,9 +119,6 @@ def compiled_files() -> Iterator[Path]:
     yield from PACKAGE.glob(native.MANIFEST)
     for suffix in ("so", "pyd"):
         yield from (PACKAGE / "core").rglob(f"*.{suffix}")
-        for path in native.LIVE:
-            module = PACKAGE / path
-            yield from module.parent.glob(f"{module.stem}.*.{suffix}")
         yield from PACKAGE.glob(f"{native.LIBRARY}*.{suffix}")
 
 

@@ -40,8 +40,7 @@ from typing import Any, NamedTuple
 from common import machine_line
 from gateway import cpu_us, free_port, text
 from moonserve.core.errors import DeadlineExceeded
-from moonserve.live.http.client import HttpClient, UpstreamError
-from moonserve.live.http.events import sse_events
+from moonserve.live.http.client import HttpClient, UpstreamError, sse_events
 from moonserve.live.http.message import HttpRequest, Response, StreamingResponse, json_response
 from moonserve.live.http.server import App, serve
 

@@ -28,8 +28,7 @@ from common import machine_line
 from moonserve.core.request import Request
 from moonserve.live.api.front import Front
 from moonserve.live.api.own_text import OwnText
-from moonserve.live.http.client import HttpClient
-from moonserve.live.http.events import sse_events
+from moonserve.live.http.client import HttpClient, sse_events
 from moonserve.live.http.message import HttpRequest, Response, StreamingResponse
 from moonserve.live.http.server import App, serve
 from moonserve.live.ports import ModelCard, Output

@@ -1,11 +1,10 @@
 """Which form of core runs: its Python modules, or the same modules compiled to native code.
 
-`hatch_build.py` compiles core into a wheel, or in place (`make compile`), together with the busy
-modules of live that `LIVE` names, and writes a manifest with the digest of each of these files.
-Python prefers a compiled module that lies beside its source. This module looks at the manifest
-before the first import of core, and lets that happen only if the digests are still right; otherwise
-a finder leads every import of these modules to the source. So what runs is never half compiled, and
-never older than its source.
+`hatch_build.py` compiles core into a wheel, or in place (`make compile`), and writes a manifest
+with the digest of every file of core. Python prefers a compiled module that lies beside its source.
+This module looks at the manifest before the first import of core, and lets that happen only if the
+digests are still right; otherwise a finder leads every import within core to the source. So core is
+never half compiled, and never older than its source.
 
 Who may call it: the package calls `choose` once, at its import; others read `moonserve.CORE`.
 """
@@ -35,22 +34,6 @@ VARIABLE = "MOONSERVE_CORE"
 LIBRARY = "_core__mypyc"
 """The native library that all compiled modules share; it lies in the package's folder."""
 MANIFEST = f"{LIBRARY}.json"
-LIVE = (
-    "live/clock.py",
-    "live/control/loop.py",
-    "live/control/usage.py",
-    "live/drive/calls.py",
-    "live/drive/external.py",
-    "live/drive/inbox.py",
-    "live/drive/metrics.py",
-    "live/drive/passing.py",
-    "live/drive/request.py",
-    "live/drive/streamed.py",
-    "live/http/client.py",
-    "live/http/server.py",
-)
-"""The modules of live that are compiled with core: those where a gateway's request spends its CPU
-time. All of core is looked at, because most of it is compiled."""
 REMEDY = "`make compile` compiles it again, `make uncompile` removes what was compiled"
 
 
@@ -69,16 +52,13 @@ class Core(NamedTuple):
         return "compiled core" if self.compiled else "Python core"
 
 
-_LIVE_NAMES = frozenset("moonserve." + path[:-3].replace("/", ".") for path in LIVE)
-
-
 class _FromSource(MetaPathFinder):
-    """Finds the modules that are compiled among the Python files only."""
+    """Finds the modules of moonserve.core among the Python files only."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if not fullname.startswith("moonserve.core.") and fullname not in _LIVE_NAMES:
+        if not fullname.startswith("moonserve.core."):
             return None
         for folder in path or ():
             spec = FileFinder(folder, (SourceFileLoader, SOURCE_SUFFIXES)).find_spec(fullname)
@@ -88,12 +68,10 @@ class _FromSource(MetaPathFinder):
 
 
 def digests(package: Path) -> dict[str, str]:
-    """The digest of every Python file of core and LIVE, by its path below the package's folder."""
-    files = [*sorted((package / "core").rglob("*.py")), *(package / path for path in LIVE)]
+    """The digest of every Python file of core, by its path below the package's folder."""
     return {
         path.relative_to(package).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()[:32]
-        for path in files
-        if path.exists()
+        for path in sorted((package / "core").rglob("*.py"))
     }
 
 
@@ -109,11 +87,11 @@ def look(package: Path) -> Core:
     changed = sorted(path for path in known.keys() | now.keys() if known.get(path) != now.get(path))
     if changed:
         return Core(False, f"{changed[0]} has changed since it was compiled")
-    return Core(True, "the compiled modules of core and live belong to this source")
+    return Core(True, "the compiled modules belong to this source")
 
 
 def choose(package: Path) -> Core:
-    """Decide which form the imports of these modules find from now on; VARIABLE may ask for one.
+    """Decide which form the imports of core find from now on; VARIABLE may ask for one.
 
     It warns about compiled modules that do not belong to the source, and of a wish that cannot be
     fulfilled. It never raises: the command line turns `problem` into an error.

@@ -22,8 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from moonserve.core.errors import MoonserveError
-from moonserve.live.http.client import HttpClient
-from moonserve.live.http.events import sse_events
+from moonserve.live.http.client import HttpClient, sse_events
 from tests.chaos.campaign import tracebacks
 from tests.chaos.cluster import Cluster, Use, answer
 from tests.chaos.streams import MODEL, Load

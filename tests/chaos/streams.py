@@ -14,8 +14,7 @@ import msgspec
 
 from moonserve.core.errors import MoonserveError
 from moonserve.live.engine.fake import FakeEngine
-from moonserve.live.http.client import HttpClient, UpstreamError
-from moonserve.live.http.events import sse_events
+from moonserve.live.http.client import HttpClient, UpstreamError, sse_events
 from tests.support.up import TOKEN
 
 MODEL = "smollm2-135m-instruct"

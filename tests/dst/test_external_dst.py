@@ -17,7 +17,7 @@ import pytest
 from moonserve.core.schedule.tuning import Tuning
 from moonserve.core.units import InstanceId
 from moonserve.live.drive.calls import CallLimits
-from moonserve.live.http.events import sse_events
+from moonserve.live.http.client import sse_events
 from tests.support.external_site import Site
 from tests.support.fake_vllm import FakeVllm, spoken
 

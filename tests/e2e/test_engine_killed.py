@@ -12,8 +12,7 @@ import msgspec
 import pytest
 
 from moonserve.live.external.spec import InstanceSpec
-from moonserve.live.http.client import HttpClient
-from moonserve.live.http.events import sse_events
+from moonserve.live.http.client import HttpClient, sse_events
 from tests.support.fake_vllm import spoken
 from tests.support.fronts import before_engines
 

@@ -14,8 +14,7 @@ import msgspec
 import pytest
 
 from moonserve.core.errors import MoonserveError
-from moonserve.live.http.client import client_of
-from moonserve.live.http.events import sse_events
+from moonserve.live.http.client import client_of, sse_events
 from moonserve.live.model.catalog import DEFAULT_MODEL
 from moonserve.live.tls.authority import init
 from tests.chaos.proxy import Link

@@ -23,8 +23,7 @@ from moonserve.core.units import SegmentId
 from moonserve.live.clock import LoopClock
 from moonserve.live.engine.fake import FakeEngine, fake_cost
 from moonserve.live.http.auth import bearer
-from moonserve.live.http.client import ClientResponse, HttpClient
-from moonserve.live.http.events import sse_events
+from moonserve.live.http.client import ClientResponse, HttpClient, sse_events
 from moonserve.live.ports import KVStore
 from moonserve.live.process.worker import Worker
 from moonserve.live.store.admin import ledgers

@@ -17,8 +17,7 @@ import msgspec
 import pytest
 
 from moonserve.core.units import InstanceId, RequestId
-from moonserve.live.http.client import ClientResponse
-from moonserve.live.http.events import sse_events
+from moonserve.live.http.client import ClientResponse, sse_events
 from tests.support.envoy import binary, config, envoy
 from tests.support.picker_site import PickerSite, completion, run
 

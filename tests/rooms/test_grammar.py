@@ -14,7 +14,7 @@ import pytest
 
 from moonserve.core.errors import EngineFailed
 from moonserve.live.engine.fake import fake_cost
-from moonserve.live.http.events import sse_events
+from moonserve.live.http.client import sse_events
 from moonserve.live.model.catalog import DEFAULT_MODEL, resolve
 from moonserve.live.text.grammar import Grammars
 from moonserve.live.text.tokenizer import load_tokenizer

@@ -12,8 +12,7 @@ import pytest
 
 from moonserve.core.errors import ConfigError, DeadlineExceeded
 from moonserve.live.http import client as http_client
-from moonserve.live.http.client import HttpClient, UpstreamError
-from moonserve.live.http.events import sse_events
+from moonserve.live.http.client import HttpClient, UpstreamError, sse_events
 from tests.support.loops import both_loops  # noqa: F401 - autouse
 
 Peer = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
@@ -376,7 +375,7 @@ def test_unasked_bytes_poison_a_pooled_connection() -> None:
 
     async def use(client: HttpClient, url: str) -> None:
         assert (await client.request("GET", url, timeout_s=5)).body == b"hi"
-        while client._watch.open:
+        while client._open:
             await asyncio.sleep(0.01)
         assert (await client.request("GET", url, timeout_s=5)).body == b"hi"
         assert connections == 2
@@ -610,7 +609,7 @@ def test_cancelled_request_leaves_nothing_behind() -> None:
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(client.request("GET", url, timeout_s=9), 0.05)
         await asyncio.sleep(0.02)
-        assert not client._watch.open
+        assert not client._open
 
     run(always(b"HTTP/1.1 200 OK\r\n", close=False), use)
 

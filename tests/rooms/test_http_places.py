@@ -207,7 +207,6 @@ def test_the_reserve_serves_health_and_the_cluster() -> None:
     asyncio.run(main())
 
 
-@pytest.mark.python_core
 def test_an_address_over_its_share_gets_a_429(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its connection is closed; another address is served."""
     addresses = iter(["10.0.0.1"] * 7 + ["10.0.0.2"])

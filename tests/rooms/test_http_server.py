@@ -652,7 +652,7 @@ def test_stream_whole_and_connection_kept() -> None:
             async with client.stream("POST", url + "/stream", timeout_s=5, idle_timeout_s=5) as r:
                 assert r.headers["content-type"].startswith("text/event-stream")
                 assert await r.read() == b"firstlast"
-        assert len(client._watch.open) == 1
+        assert len(client._open) == 1
         await client.close()
 
     run(use)

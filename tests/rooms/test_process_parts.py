@@ -12,8 +12,7 @@ from moonserve.live.control.config import GatewayConfig
 from moonserve.live.health import Expected, Health
 from moonserve.live.http.client import HttpClient
 from moonserve.live.http.message import HttpRequest, Response
-from moonserve.live.http.part import ProcessPart
-from moonserve.live.http.server import Routes
+from moonserve.live.http.server import ProcessPart, Routes
 from moonserve.live.process.parts import Process
 
 CONFIG = GatewayConfig(model="", port=0)

@@ -16,7 +16,7 @@ from moonserve.core.schedule.cost import Cost
 from moonserve.core.schedule.facts import Connector, Role
 from moonserve.live.external.member import Member
 from moonserve.live.external.spec import InstanceSpec
-from moonserve.live.http.events import sse_events
+from moonserve.live.http.client import sse_events
 from moonserve.live.model.catalog import DEFAULT_MODEL
 from tests.support.external_site import Site, run
 from tests.support.fake_vllm import FakeVllm, spoken

@@ -14,7 +14,7 @@ import pytest
 
 from moonserve.core.request import Penalties, Sampling, Shaping
 from moonserve.live.engine.fake import FakeEngine, fake_cost
-from moonserve.live.http.events import sse_events
+from moonserve.live.http.client import sse_events
 from moonserve.live.model.catalog import DEFAULT_MODEL
 from moonserve.live.worker.counts import Counts
 from tests.support.inproc import BLOCK, Site, site

@@ -12,8 +12,7 @@ import pytest
 
 from moonserve.core.schedule.cost import Cost
 from moonserve.live.external.spec import InstanceSpec
-from moonserve.live.http.client import HttpClient, UpstreamError
-from moonserve.live.http.events import sse_events
+from moonserve.live.http.client import HttpClient, UpstreamError, sse_events
 from tests.support.engines import Engine
 from tests.support.fronts import before_engines
 from tests.support.inproc import site

@@ -137,7 +137,7 @@ def test_many_calls_at_once_share_one_connection() -> None:
         assert not slow.done()
         it.go.set()
         assert await slow == b"slow"
-        assert len(it.http._watch.open) == 1
+        assert len(it.http._open) == 1
 
     run(test)
 
@@ -183,7 +183,7 @@ def test_errors_keep_their_kinds() -> None:
         with pytest.raises(StoreError, match="not now"):
             await it.call("fail")
         assert await it.call("echo", b"1") == b"1"
-        assert len(it.http._watch.open) == 1
+        assert len(it.http._open) == 1
 
     run(test)
 
@@ -201,7 +201,7 @@ def test_a_body_that_cannot_be_decoded_fails_its_call_only(body: bytes) -> None:
                 await it.call(op, body)
         it.go.set()
         assert await other == b"1"
-        assert len(it.http._watch.open) == 1
+        assert len(it.http._open) == 1
 
     run(test)
 
@@ -306,7 +306,7 @@ def test_a_cancel_just_after_the_switch_leaves_no_connection(
         with pytest.raises(asyncio.CancelledError):
             await call
         monkeypatch.setattr(Connection, "_wake", wake)
-        await until(lambda: not it.http._watch.open)
+        await until(lambda: not it.http._open)
         assert await it.call("echo", b"1") == b"1"
 
     run(test)
@@ -429,7 +429,7 @@ async def refusal(app: App, token: str = "") -> MoonserveError:
     try:
         with pytest.raises(MoonserveError) as caught:
             await HttpRpc(http, f"http://127.0.0.1:{server.port}", token)("exists", b"", math.inf)
-        await until(lambda: not http._watch.open)
+        await until(lambda: not http._open)
     finally:
         await http.close()
         await server.stop(0)

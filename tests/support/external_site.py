@@ -28,8 +28,7 @@ from moonserve.live.control.loop import ConductorLoop
 from moonserve.live.drive.calls import CallLimits
 from moonserve.live.external.member import Member
 from moonserve.live.external.spec import InstanceSpec
-from moonserve.live.http.client import ClientResponse, HttpClient
-from moonserve.live.http.events import sse_events
+from moonserve.live.http.client import ClientResponse, HttpClient, sse_events
 from moonserve.live.http.server import App, Server, serve
 from moonserve.live.text.tools import TextTools
 from tests.support.fake_vllm import Fabric, FakeVllm

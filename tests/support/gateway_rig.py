@@ -10,8 +10,7 @@ from typing import Any
 from moonserve.live.api.front import Front
 from moonserve.live.api.limiter import Limits
 from moonserve.live.api.own_text import OwnText
-from moonserve.live.http.client import ClientResponse, HttpClient
-from moonserve.live.http.events import sse_events
+from moonserve.live.http.client import ClientResponse, HttpClient, sse_events
 from moonserve.live.http.server import App, Server, serve
 from tests.support.serving import ByteText, FakeServing
 

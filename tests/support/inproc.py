@@ -18,8 +18,7 @@ from moonserve.core.store.words import Found
 from moonserve.core.units import Micros, SegmentId
 from moonserve.live.control.config import LIVE, GatewayConfig
 from moonserve.live.engine.fake import FakeEngine, fake_cost
-from moonserve.live.http.client import HttpClient, client_of
-from moonserve.live.http.events import sse_events
+from moonserve.live.http.client import HttpClient, client_of, sse_events
 from moonserve.live.model.catalog import DEFAULT_MODEL
 from moonserve.live.process.gateway import Gateway
 from moonserve.live.process.worker import Worker, publish_blocks

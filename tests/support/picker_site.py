@@ -20,7 +20,7 @@ from moonserve.live.access.keys import Keys
 from moonserve.live.access.meter import LocalMeter
 from moonserve.live.api.limiter import Limits
 from moonserve.live.health import Health
-from moonserve.live.http.part import ProcessPart
+from moonserve.live.http.server import ProcessPart
 from moonserve.live.picker.front import PickerFront
 from moonserve.live.picker.server import PickerServer
 from tests.support.external_site import SHORT, Site, run_on

@@ -18,8 +18,7 @@ from moonserve.core.errors import UNREADABLE, BadRequest, MoonserveError
 from moonserve.core.units import MICROS_PER_SECOND, Micros, Tokens
 from moonserve.live.clock import LoopClock
 from moonserve.live.http.auth import bearer
-from moonserve.live.http.client import HttpClient
-from moonserve.live.http.events import sse_events
+from moonserve.live.http.client import HttpClient, sse_events
 from moonserve.live.openai.reply import ReadReply, read_reply
 from moonserve.live.tls.contexts import SYSTEM, ServerTrust
 

@@ -21,7 +21,7 @@ import msgspec
 
 from moonserve.core.errors import ConfigError
 from moonserve.live.access.keys import ApiKey, Keys, read_key
-from moonserve.live.http.part import ProcessPart
+from moonserve.live.http.server import ProcessPart
 from moonserve.live.ports import Registry
 from moonserve.live.tasks import keep_doing
 

@@ -27,8 +27,7 @@ from moonserve.live.api.limiter import SMALL_BODY_BYTES, Limiter, Limits, networ
 from moonserve.live.drive.metrics import RequestMetrics
 from moonserve.live.health import Health
 from moonserve.live.http.message import HttpRequest, Response, StreamingResponse, json_response
-from moonserve.live.http.part import ProcessPart
-from moonserve.live.http.server import Handler
+from moonserve.live.http.server import Handler, ProcessPart
 from moonserve.live.openai.request import PATHS, SERVED_BY, BodyShape, Form
 from moonserve.live.ports import ModelCard
 

@@ -47,8 +47,7 @@ from moonserve.live.external.indexer_api import IndexerApi
 from moonserve.live.health import Health
 from moonserve.live.http.client import HttpClient
 from moonserve.live.http.message import HttpRequest, Response, json_response
-from moonserve.live.http.part import ProcessPart
-from moonserve.live.http.server import Routes
+from moonserve.live.http.server import ProcessPart, Routes
 from moonserve.live.kvevents.follower import Follow
 from moonserve.live.ports import Registry
 from moonserve.live.registry.entries import ConductorEntry, find_master, open_registry

@@ -13,7 +13,6 @@ from uuid import uuid4
 import msgspec
 
 from moonserve.core.errors import UNREADABLE, Overloaded
-from moonserve.core.frozen import Frozen
 from moonserve.core.kv.facts import BlocksRemoved, BlocksStored
 from moonserve.core.kv.inferred import Guess
 from moonserve.core.request import Request
@@ -45,7 +44,7 @@ class _Detokenized(msgspec.Struct):
     prompt: str
 
 
-class CallLimits(Frozen, frozen=True):
+class CallLimits(msgspec.Struct, frozen=True):
     """How long engines may take, in seconds."""
 
     first_byte_s: float = 300.0
@@ -97,7 +96,7 @@ class Guesses:
         return told
 
 
-class Caller(Frozen, frozen=True):
+class Caller(msgspec.Struct, frozen=True):
     """What the calls of all requests share."""
 
     conductor: Conducting

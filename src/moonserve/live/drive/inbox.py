@@ -80,10 +80,9 @@ class ActionInbox:
 
     async def until_lost(self, call: Coroutine[Any, Any, T]) -> T:
         """Await a call to an instance. Raises CallLost if the Conductor ends the call."""
-        why = self.lost
-        if why is not None:
+        if self.lost is not None:
             call.close()
-            raise CallLost(why)
+            raise CallLost(self.lost)
         self._awaiting = True
         try:
             return await call

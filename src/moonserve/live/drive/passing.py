@@ -9,7 +9,8 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from moonserve.core.frozen import Frozen
+import msgspec
+
 from moonserve.core.schedule.record import DecodeTimes, PrefillTimes
 from moonserve.core.units import Tokens
 from moonserve.live.openai import usage
@@ -125,7 +126,7 @@ class Passing:
         return self.put_right(body)
 
 
-class NamedReply(Frozen, frozen=True):
+class NamedReply(msgspec.Struct, frozen=True):
     """How the events of a form are read that have names."""
 
     token: bytes

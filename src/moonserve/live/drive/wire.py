@@ -18,8 +18,7 @@ from moonserve.core.schedule.record import DecodeTimes, PrefillTimes
 from moonserve.core.units import BlockKey, LeaseId, Tokens, whole_number
 from moonserve.live.drive.lost import CallLost, logged
 from moonserve.live.http.auth import bearer
-from moonserve.live.http.client import ClientResponse, ClientStream, HttpClient
-from moonserve.live.http.events import sse_events
+from moonserve.live.http.client import ClientResponse, ClientStream, HttpClient, sse_events
 from moonserve.live.http.message import ErrorReply
 from moonserve.live.openai.headers import TERM, of_party
 from moonserve.live.openai.logprobs import read_ids

@@ -1,10 +1,10 @@
 """The HTTP client of every moonserve process: asyncio.Protocol, httptools and a pool.
 
-`HttpClient.request` returns a whole reply, `HttpClient.stream` a reply piece by piece. It speaks
-http:// and https://, works on any asyncio loop, and reads no clock but the loop's. `Connection` is
-one socket, its parser and the back-pressure between them; it never retries. The pool chooses the
-socket of each request. A URL becomes a Target; a Target and headers become the bytes of a request's
-head.
+`HttpClient.request` returns a whole reply, `HttpClient.stream` a reply piece by piece, `sse_events`
+its server-sent events. It speaks http:// and https://, works on any asyncio loop, and reads no
+clock but the loop's. `Connection` is one socket, its parser and the back-pressure between them; it
+never retries. The pool chooses the socket of each request. A URL becomes a Target; a Target and
+headers become the bytes of a request's head.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import socket
 import ssl
 import struct
 from collections import deque
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from functools import lru_cache, partial
 from typing import Any, TypeAlias, cast
 from urllib.parse import urlsplit
@@ -24,7 +24,6 @@ import httptools
 import msgspec
 
 from moonserve.core.errors import ConfigError, DeadlineExceeded, MoonserveError
-from moonserve.core.frozen import Frozen
 from moonserve.core.units import Bytes
 from moonserve.invalid import without_password
 from moonserve.live.clock import LoopClock
@@ -35,6 +34,7 @@ Sink: TypeAlias = Callable[[bytes], bool]
 """Takes bytes of a reply's body. False: it takes no more for now."""
 
 _NO_HEADERS: Mapping[str, str] = {}
+_MAX_EVENT_BYTES = 16 << 20
 _SHORT = 128
 """The most characters of a URL whose target is kept."""
 _HIGH_BYTES = 256 << 10
@@ -63,14 +63,14 @@ class BadReply(UpstreamError):
     """The peer's bytes are not an HTTP reply."""
 
 
-class Watch:
+class Watch(set["Connection"]):
     """The open connections of one client, and one timer for all their waits.
 
     The timer checks which waits are too long. This is cheaper than one timer per wait.
     """
 
     def __init__(self) -> None:
-        self.open: set[Connection] = set()
+        super().__init__()
         self._look_s = math.inf
         """The time of the next check; it is never after the end of a wait."""
         self._timer: asyncio.TimerHandle | None = None
@@ -93,7 +93,7 @@ class Watch:
         """Fail the waits that are too long, and set the next check."""
         now_s = asyncio.get_running_loop().time()
         self.stop()
-        for connection in list(self.open):
+        for connection in list(self):
             if (due_s := connection.due_s(now_s)) <= now_s:
                 connection.late()
             elif due_s < math.inf:
@@ -102,9 +102,6 @@ class Watch:
 
 class Connection(asyncio.Protocol):
     """One connection: one exchange at a time, `send` then `next_chunk` or `read_all` to the end."""
-
-    __deletable__ = ("_parser",)
-    """For the compiler."""
 
     def __init__(self, peer: str, watch: Watch, refused: str) -> None:
         """refused: what it means if the peer closes the connection without any reply."""
@@ -315,7 +312,7 @@ class Connection(asyncio.Protocol):
         """Register the connection and turn Nagle's delay off."""
         self._transport = cast(asyncio.Transport, transport)
         self._parser = httptools.HttpResponseParser(self)
-        self._watch.open.add(self)
+        self._watch.add(self)
         sock = transport.get_extra_info("socket")
         if sock is not None and sock.family in (socket.AF_INET, socket.AF_INET6):
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -383,7 +380,7 @@ class Connection(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """The socket has ended: this ends a reply without a length, and breaks off any other."""
         self._transport = None
-        self._watch.open.discard(self)
+        self._watch.discard(self)
         if self._busy and self._until_close and exc is None:
             self._busy = False
         where = "in the middle of its reply" if self.reply_began else "before a reply"
@@ -428,7 +425,7 @@ class ClientResponse(msgspec.Struct):
     body: bytes
 
 
-class Asked(Frozen, frozen=True):
+class Asked(msgspec.Struct, frozen=True):
     """One request, as the caller of the client gave it."""
 
     method: str
@@ -445,7 +442,7 @@ class Asked(Frozen, frozen=True):
         return DeadlineExceeded(f"{self.method} {self.url}: no reply within {self.timeout_s:g} s")
 
 
-class Target(Frozen, frozen=True):
+class Target(msgspec.Struct, frozen=True):
     """The address and the path of a URL."""
 
     host: str
@@ -590,7 +587,7 @@ class HttpClient:
         self._closed = False
         self._clock = LoopClock()
         self._hosts: dict[tuple[str, int, bool], Host] = {}
-        self._watch = Watch()
+        self._open = Watch()
         self._sweeper: asyncio.TimerHandle | None = None
 
     async def request(
@@ -692,10 +689,10 @@ class HttpClient:
     def cut(self) -> None:
         """Cut every connection; calls under way and later ones raise UpstreamError."""
         self._closed = True
-        self._watch.stop()
+        self._open.stop()
         if self._sweeper is not None:
             self._sweeper.cancel()
-        for connection in list(self._watch.open):
+        for connection in list(self._open):
             connection.abort()
 
     def _host(self, target: Target) -> Host:
@@ -785,11 +782,11 @@ class HttpClient:
             if self._path:
                 peer = self._path
                 _, connection = await loop.create_unix_connection(
-                    lambda: Connection(peer, self._watch, refused), self._path
+                    lambda: Connection(peer, self._open, refused), self._path
                 )
                 return self._ready(connection)
             _, connection = await loop.create_connection(
-                lambda: Connection(peer, self._watch, refused),
+                lambda: Connection(peer, self._open, refused),
                 target.host,
                 target.port,
                 ssl=context,
@@ -913,3 +910,28 @@ class ClientStream:
     async def read(self) -> bytes:
         """Return the rest of the body at once; for error replies."""
         return b"".join([chunk async for chunk in self])
+
+
+async def sse_events(chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    """Yield the data of each server-sent event in body chunks, up to `[DONE]` or their end.
+
+    Comments and other fields are skipped; line feeds join the data lines of one event. Raises
+    UpstreamError if an event is larger than 16 MiB. It does not close `chunks`.
+    """
+    rest = b""
+    data: list[bytes] = []
+    async for chunk in chunks:
+        lines = (rest + chunk).split(b"\n") if rest else chunk.split(b"\n")
+        rest = lines.pop()
+        if len(rest) > _MAX_EVENT_BYTES:
+            raise UpstreamError("server-sent event over 16 MiB", sent=True)
+        for line in lines:
+            line = line.removesuffix(b"\r")
+            if line.startswith(b"data:"):
+                data.append(line[6:] if line[5:6] == b" " else line[5:])
+            elif not line and data:
+                event = data[0] if len(data) == 1 else b"\n".join(data)
+                data.clear()
+                if event == b"[DONE]":
+                    return
+                yield event

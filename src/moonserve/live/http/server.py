@@ -28,6 +28,7 @@ from urllib.parse import unquote_to_bytes
 import httptools
 from prometheus_client import Metric
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.registry import Collector
 
 from moonserve.core.errors import (
     BadRequest,
@@ -151,9 +152,6 @@ class Connections:
 
 class Accepted(asyncio.Protocol):
     """One accepted connection."""
-
-    __deletable__ = ("_parser",)
-    """For the compiler."""
 
     def __init__(self, shared: Connections) -> None:
         self._shared = shared
@@ -973,3 +971,35 @@ def bind_error(error: OSError, host: str, port: int, setting: str) -> ConfigErro
     if error.errno == errno.EACCES:
         return ConfigError(f"port {port} needs privileges; choose a port above 1023", setting)
     return ConfigError(f"cannot listen on {host}:{port}: {error.strerror or error}", "host")
+
+
+class ProcessPart:
+    """A part of a process: what it serves over HTTP, what it counts, and how it starts and stops.
+
+    The parts override what they have (Control, ExternalEngines, the links between fronts and
+    Conductor); live.process puts them together.
+    """
+
+    proxies_at = ""
+    """Where the part listens for proxies, once it has started; empty: it does not."""
+
+    def routes(self) -> Routes:
+        """Handlers of exact paths. Those of a later part of the process win."""
+        return {}
+
+    def prefixes(self) -> Routes:
+        """Handlers of all paths that begin so."""
+        return {}
+
+    def collectors(self) -> list[Collector]:
+        """What the part counts, for /metrics."""
+        return []
+
+    async def prepare(self) -> None:
+        """Called before the process listens. Raises MoonserveError: the process cannot start."""
+
+    async def start(self, port: int) -> None:
+        """Called once the process listens at `port`. Raises MoonserveError, as `prepare`."""
+
+    async def stop(self) -> None:
+        """Called when the server listens no more, also after a `prepare` or `start` that failed."""

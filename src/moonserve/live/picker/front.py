@@ -46,8 +46,7 @@ from moonserve.live.http.message import (
     decode_json,
     request_id,
 )
-from moonserve.live.http.part import ProcessPart
-from moonserve.live.http.server import Routes
+from moonserve.live.http.server import ProcessPart, Routes
 from moonserve.live.openai import headers as names
 from moonserve.live.openai.external import FREE
 from moonserve.live.openai.request import PATHS, BodyShape, Form

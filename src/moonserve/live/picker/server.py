@@ -15,8 +15,7 @@ from google.protobuf.wrappers_pb2 import Int32Value, StringValue
 
 from moonserve.core.units import Bytes
 from moonserve.live.http.handshakes import TlsListener
-from moonserve.live.http.part import ProcessPart
-from moonserve.live.http.server import listening
+from moonserve.live.http.server import ProcessPart, listening
 from moonserve.live.picker.connection import (
     INVALID,
     NOT_FOUND,

@@ -19,7 +19,7 @@ from moonserve.live.access.sources import FileSource, KeySource, RegistrySource
 from moonserve.live.control.config import GatewayConfig
 from moonserve.live.health import Health
 from moonserve.live.http.auth import is_loopback
-from moonserve.live.http.part import ProcessPart
+from moonserve.live.http.server import ProcessPart
 from moonserve.live.ports import Registry
 
 log = logging.getLogger(__name__)

@@ -23,8 +23,7 @@ from moonserve.live.external.registry_engines import RegistryEngines
 from moonserve.live.external.spec import InstanceSpec
 from moonserve.live.health import Health
 from moonserve.live.http.client import HttpClient
-from moonserve.live.http.part import ProcessPart
-from moonserve.live.http.server import Routes
+from moonserve.live.http.server import ProcessPart, Routes
 from moonserve.live.kubernetes.api import ACCOUNT, account_of
 from moonserve.live.kubernetes.engines import KubernetesEngines
 from moonserve.live.kubernetes.sources import Source

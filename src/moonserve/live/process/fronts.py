@@ -34,8 +34,7 @@ from moonserve.live.fronts.server import FrontServer
 from moonserve.live.health import Health
 from moonserve.live.http.client import HttpClient, client_of
 from moonserve.live.http.message import HttpRequest, Response, StreamingResponse, json_response
-from moonserve.live.http.part import ProcessPart
-from moonserve.live.http.server import Routes
+from moonserve.live.http.server import ProcessPart, Routes
 from moonserve.live.http.switch import Switch
 from moonserve.live.model.catalog import resolve
 from moonserve.live.ports import Registry

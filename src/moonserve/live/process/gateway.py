@@ -31,7 +31,7 @@ from moonserve.live.external.spec import InstanceSpec
 from moonserve.live.fronts.engines import RemoteFleet
 from moonserve.live.health import Expected, Health
 from moonserve.live.http.client import HttpClient, client_of
-from moonserve.live.http.part import ProcessPart
+from moonserve.live.http.server import ProcessPart
 from moonserve.live.kvevents.follower import Followers
 from moonserve.live.model.catalog import resolve
 from moonserve.live.model.config import load_config

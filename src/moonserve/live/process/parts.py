@@ -17,9 +17,16 @@ from moonserve.live.control.config import GatewayConfig
 from moonserve.live.control.views import Figures
 from moonserve.live.drive.metrics import RequestMetrics
 from moonserve.live.http.client import HttpClient
-from moonserve.live.http.part import ProcessPart
 from moonserve.live.http.places import PlaceLimits
-from moonserve.live.http.server import App, Handler, Routes, Server, serve, serve_socket
+from moonserve.live.http.server import (
+    App,
+    Handler,
+    ProcessPart,
+    Routes,
+    Server,
+    serve,
+    serve_socket,
+)
 from moonserve.live.openai.request import PATHS, BodyShape
 from moonserve.live.ports import Conducting
 from moonserve.live.process.about import About

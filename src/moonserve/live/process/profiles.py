@@ -21,8 +21,7 @@ import msgspec
 from moonserve.core.errors import BadRequest, ConfigError, Conflict, EngineFailed, MoonserveError
 from moonserve.core.units import MICROS_PER_SECOND
 from moonserve.live.http.message import HttpRequest, Response, decode_query, json_response
-from moonserve.live.http.part import ProcessPart
-from moonserve.live.http.server import Routes
+from moonserve.live.http.server import ProcessPart, Routes
 from moonserve.live.ports import Engine
 from moonserve.live.record.files import make_folder
 

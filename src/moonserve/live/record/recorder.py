@@ -33,8 +33,7 @@ from moonserve.live.control.loop import ConductorLoop
 from moonserve.live.control.views import Figures
 from moonserve.live.health import Health
 from moonserve.live.http.message import HttpRequest, Response, json_response
-from moonserve.live.http.part import ProcessPart
-from moonserve.live.http.server import Routes
+from moonserve.live.http.server import ProcessPart, Routes
 from moonserve.live.record import recent
 from moonserve.live.record.files import RecordingFiles, folder_of, make_folder
 from moonserve.live.record.recent import EndedRequest, Recent

@@ -30,7 +30,7 @@ from moonserve.live.clock import since_1970_us
 from moonserve.live.control.loop import ConductorLoop
 from moonserve.live.control.views import Figures
 from moonserve.live.health import Health
-from moonserve.live.http.part import ProcessPart
+from moonserve.live.http.server import ProcessPart
 from moonserve.live.openai.trace_context import SamplingRule
 
 if TYPE_CHECKING:
