@@ -51,7 +51,7 @@ class Prepared(msgspec.Struct, frozen=True):
 class EngineText(Collector):
     """See the module."""
 
-    lack = "no model has engines that can serve it"
+    lack = "no model has engines that take new work; GET /health names those that are drained"
     forms: Sequence[Form] = tuple(PATHS)
 
     def __init__(

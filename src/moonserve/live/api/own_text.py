@@ -68,7 +68,10 @@ _SHAPES: Mapping[Form, BodyShape] = {
 class OwnText:
     """See the module. tools: returns the text tools of a model that `serving.models()` names."""
 
-    lack = "no model has both a prefill and a decode instance"
+    lack = (
+        "no model has both a prefill and a decode instance that take new work; GET /health names"
+        " those that are drained"
+    )
     forms: Sequence[Form] = tuple(_SHAPES)
 
     def __init__(

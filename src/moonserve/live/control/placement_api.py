@@ -36,7 +36,7 @@ from moonserve.core.shares import Party
 from moonserve.core.units import BlockKey, LeaseId, Micros, RequestId, Tokens, lease_of
 from moonserve.live.control.loop import ConductorLoop
 from moonserve.live.drive.connectors import embedded, mooncake, nixl
-from moonserve.live.drive.engines import nobody_of
+from moonserve.live.drive.engines import NONE_JOINED, nobody_of
 from moonserve.live.drive.request import error_for, gave_up
 from moonserve.live.http.message import HttpRequest, Response, decode_json, json_response
 from moonserve.live.http.server import Handler
@@ -122,8 +122,7 @@ class PlacementRequests:
             what = f"{model!r} is not served here; known: {', '.join(known)}"
             raise ModelNotFound(f"model: {what}", "model", "model_not_found")
         if not infos:
-            why = "none has joined yet, or all are lost; GET /health returns the reason"
-            raise nobody_of(model, self._conductor, why)
+            raise nobody_of(model, self._conductor, NONE_JOINED)
         return infos
 
     async def _prompt(

@@ -23,7 +23,7 @@ from moonserve.core.schedule.facts import InstanceInfo
 from moonserve.core.schedule.record import DecodeTimes, PrefillTimes
 from moonserve.core.units import BlockKey, InstanceId, LeaseId, Tokens, lease_of
 from moonserve.live.drive.connectors import embedded
-from moonserve.live.drive.engines import nobody_of
+from moonserve.live.drive.engines import NONE_JOINED, nobody_of
 from moonserve.live.drive.gather_group import gather_group
 from moonserve.live.drive.lost import CallLost
 from moonserve.live.drive.request import Life, RequestDriver
@@ -72,8 +72,7 @@ class EmbeddedServing:
         for info in self._conductor.instances():
             if info.model == model:
                 return info.namespace
-        why = "none has joined yet, or all are lost; GET /health returns the reason"
-        raise nobody_of(model, self._conductor, why)
+        raise nobody_of(model, self._conductor, NONE_JOINED)
 
 
 def _both(roles: Collection[str]) -> bool:

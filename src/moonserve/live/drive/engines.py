@@ -99,6 +99,10 @@ class Models:
         return self._by_model
 
 
+NONE_JOINED = "none has joined yet, or all are lost; `moonserve instances` lists those that joined"
+"""Why no worker of ours serves a model, if none is drained."""
+
+
 def nobody_of(model: str, conductor: Conducting, otherwise: str) -> NobodyAlive:
     """The error if no instance of a model gets new work; otherwise: why, if none is drained."""
     drained = [info.id for info in conductor.drained() if info.model == model]
