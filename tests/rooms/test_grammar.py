@@ -16,7 +16,7 @@ from moonserve.core.errors import EngineFailed
 from moonserve.live.engine.fake import fake_cost
 from moonserve.live.http.client import sse_events
 from moonserve.live.model.catalog import DEFAULT_MODEL, resolve
-from moonserve.live.text.grammar import Grammars
+from moonserve.live.text.grammar import Grammars, check_schema
 from moonserve.live.text.tokenizer import load_tokenizer
 from tests.support.gateway_rig import Rig, run
 from tests.support.inproc import Site, site
@@ -132,19 +132,96 @@ def test_a_400_names_the_field(more: dict[str, Any], param: str) -> None:
     run(use)
 
 
-@pytest.mark.parametrize("schema", [{"type": "strng"}, [], {"$ref": "#/nope"}])
-def test_a_schema_that_cannot_be_followed_is_refused(schema: Any) -> None:
-    """With what is wrong with it, before any worker is asked."""
+CHAIN: dict[str, Any] = {"type": "object", "properties": {"n": {"$ref": "#"}}, "required": ["n"]}
+LATER = {
+    "type": "object",
+    "properties": {"a": {"enum": ["x", "y"]}, "b": {"$ref": "#/$defs/b"}},
+    "required": ["a", "b"],
+    "$defs": {"b": {**CHAIN, "properties": {"n": {"$ref": "#/$defs/b"}}}},
+}
+ALL_OF = {"$defs": {"a": {"allOf": [{"$ref": "#/$defs/a"}]}}, "$ref": "#/$defs/a"}
+
+
+def flat(count: int) -> dict[str, Any]:
+    """The schema of an object that has so many properties, all optional."""
+    return {"type": "object", "properties": {f"p{i}": {} for i in range(count)}}
+
+
+@pytest.mark.parametrize(
+    ("schema", "why"),
+    [
+        ({"type": "strng"}, "cannot be followed: Invalid type: strng"),
+        ({"$ref": "#/nope"}, "cannot be followed: Pointer '/nope' does not exist"),
+        ([], "must be an object"),
+        (5, "must be an object"),
+        ({"pattern": "(abc["}, "regex parse error: (abc[ error: unclosed character class"),
+        ({"$ref": "#"}, "its text would have no end"),
+        (ALL_OF, "its text would have no end"),
+        (CHAIN, "its text would have no end"),
+        (LATER, "its text would have no end"),
+        (flat(2001), "an object has 2001 properties, and 2000 are the most"),
+        ({"anyOf": [flat(1300), flat(1301)]}, "too much may come next"),
+    ],
+)
+def test_a_schema_that_cannot_be_followed_is_refused(schema: Any, why: str) -> None:
+    """With what is wrong with it in one line, before any worker is asked."""
     pytest.importorskip("llguidance")
 
     async def use(rig: Rig) -> None:
         wanted = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
         reply = await rig.post(CHAT, {"model": "m", **HI, "response_format": wanted})
         assert reply.status == 400, reply.body
-        assert json.loads(reply.body)["error"]["param"] == "response_format.json_schema.schema"
+        error = json.loads(reply.body)["error"]
+        assert error["param"] == "response_format.json_schema.schema"
+        assert error["message"].startswith("response_format.json_schema.schema: ")
+        assert why in error["message"]
+        assert "\n" not in error["message"]
         assert not rig.serving.requests
 
     run(use)
+
+
+EXPRESSION = {
+    "$defs": {
+        "e": {
+            "anyOf": [
+                {"type": "object", "properties": {"l": {"$ref": "#/$defs/e"}}, "required": ["l"]},
+                {"type": "object", "properties": {"v": {"type": "number"}}, "required": ["v"]},
+            ]
+        }
+    },
+    "$ref": "#/$defs/e",
+}
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {},
+        WORDS,
+        EXPRESSION,
+        {"type": "string", "minLength": 3000},
+        {"type": "string", "pattern": "^[a-z]{5}[0-9]+$"},
+        {"type": "object", "properties": {"next": {"$ref": "#"}}},
+        {"const": "x" * 20_000},
+    ],
+)
+def test_a_schema_that_has_texts_is_accepted(schema: dict[str, Any]) -> None:
+    """Also a recursive one, and one whose shortest text is long."""
+    pytest.importorskip("llguidance")
+    check_schema(json.dumps(schema), "response_format", "schema")
+
+
+def test_a_worker_follows_the_largest_object_that_the_gateway_accepts() -> None:
+    """To its last property: there most of them may come next."""
+    pytest.importorskip("llguidance")
+    tokenizer = load_tokenizer(resolve(DEFAULT_MODEL).path)
+    schema = json.dumps(flat(2000))
+    check_schema(schema, "response_format", "schema")
+    grammar = Grammars(tokenizer).grammar(schema, tokenizer.encode('{"p0":"a","p1999":"b'))
+    grammar.take(tokenizer.encode('"}'))
+    (closing,) = tokenizer.eos_ids[:1]
+    assert grammar.allowed()[closing // 8] >> closing % 8 & 1
 
 
 def test_without_the_package_the_reply_says_what_to_install(

@@ -7,16 +7,26 @@ A Grammar is not for several threads at once. Nothing here waits.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
-from moonserve.core.errors import BadRequest, EngineFailed, PackageMissing
+import msgspec
+
+from moonserve.core.errors import UNREADABLE, BadRequest, EngineFailed, PackageMissing
 from moonserve.live.text.tokenizer import Tokenizer
 
 FIELDS = "response_format and tool_choice"
 """What clients ask for by fields that need grammars."""
 ANY_OBJECT = '{"type":"object"}'
 """The schema of every JSON object."""
+_MOST_PROPERTIES = 2000
+"""Of one object in a schema. These take a second to compile; the time grows with their square."""
+_MOST_ITEMS = 10_000
+"""What llguidance may keep for one place of a text; an object takes four for each property."""
+_WRITE_BYTES = 1000
+_WRITE_S = 0.5
+"""How far, and for how long, a schema is tried at the gateway."""
 _MISSING = (
     f"{FIELDS} need the package llguidance at the gateway and at the workers, and {{where}} has it"
     " not; install it there with: pip install 'moonserve[grammar]'"
@@ -24,7 +34,10 @@ _MISSING = (
 
 
 def check_schema(schema: str, asked_by: str, param: str) -> None:
-    """Raise BadRequest if no text can be made by this JSON schema. It may take a second.
+    """Raise BadRequest if no text can be made by this JSON schema. It may take seconds.
+
+    It writes a short text of the schema, one byte at a time. So it finds faults that every text
+    meets. A fault behind an optional property stays unseen.
 
     asked_by: the field that asks for JSON; param: the one that has the schema.
     """
@@ -32,13 +45,74 @@ def check_schema(schema: str, asked_by: str, param: str) -> None:
         library = _library("the gateway")
     except PackageMissing as error:
         raise BadRequest(f"{asked_by}: {error}", asked_by, "unsupported_parameter") from None
-    try:
-        grammar = _compiled(library, schema)
-    except ValueError as error:
-        raise BadRequest(f"{param}: {error}", param) from None
-    wrong = library.LLMatcher.validate_grammar(grammar)
+    wrong = _shape_fault(schema)
+    if not wrong:
+        matcher = _matcher(library, library.LLTokenizer("byte"), schema)
+        _write_short(matcher)
+        wrong = _fault(matcher)
     if wrong:
-        raise BadRequest(f"{param}: cannot be followed: {wrong[:300]}", param)
+        raise BadRequest(f"{param}: {wrong}", param)
+
+
+def _shape_fault(schema: str) -> str:
+    """What is wrong with a schema before it is compiled; empty: nothing."""
+    try:
+        root = msgspec.json.decode(schema)
+    except UNREADABLE as error:
+        return f"cannot be read: {error}"
+    if not isinstance(root, dict):
+        return "must be an object; {} allows any JSON"
+    parts: list[Any] = [root]
+    while parts:
+        part = parts.pop()
+        if isinstance(part, dict):
+            properties = part.get("properties")
+            if isinstance(properties, dict) and len(properties) > _MOST_PROPERTIES:
+                return (
+                    f"an object has {len(properties)} properties, and {_MOST_PROPERTIES} are the"
+                    " most; leave some out, or put them into objects of their own"
+                )
+            parts.extend(part.values())
+        elif isinstance(part, list):
+            parts.extend(part)
+    return ""
+
+
+def _write_short(matcher: Any) -> None:
+    """Take the matcher along a short text, until it is whole, fails, or is long enough."""
+    until_s = time.monotonic() + _WRITE_S
+    last = 0
+    for _ in range(_WRITE_BYTES):
+        if matcher.is_error() or matcher.is_accepting() or time.monotonic() > until_s:
+            return
+        allowed = int.from_bytes(matcher.compute_bitmask(), "little")
+        if not allowed:
+            return
+        # A quotation mark ends a string, but after a bracket it would begin one.
+        ends = b'}]"' if last in b"[{" else b'"}]'
+        lowest = (allowed & -allowed).bit_length() - 1
+        last = next((end for end in ends if allowed >> end & 1), lowest)
+        matcher.consume_token(last)
+
+
+def _fault(matcher: Any) -> str:
+    """Why a matcher failed, in one line, with the remedy; empty: it did not."""
+    if not matcher.is_error():
+        return ""
+    said = matcher.get_error().partition("\n<state>")[0]
+    if said.startswith("NoExtension") or "ff_tokens" in said:
+        return (
+            "cannot be followed: its text would have no end; let a $ref that leads back to itself"
+            " be optional, or leave it out"
+        )
+    if "Current row has" in said:
+        return (
+            "cannot be followed: too much may come next at one place of its text; give its objects"
+            " fewer properties, or anyOf fewer choices"
+        )
+    lines = [line.strip() for line in said.splitlines()]
+    words = " ".join(line for line in lines if line.strip("^"))
+    return f"cannot be followed: {words[:300]}"
 
 
 def _library(where: str) -> Any:
@@ -50,13 +124,14 @@ def _library(where: str) -> Any:
     return llguidance
 
 
-def _compiled(library: Any, schema: str) -> str:
-    """A schema in llguidance's form. Raises ValueError."""
+def _matcher(library: Any, tokenizer: Any, schema: str) -> Any:
+    """What follows a text in its schema, a JSON object. Its errors are in it."""
     # Small models would fill their answer with the white space that JSON allows between tokens.
-    made: str = library.LLMatcher.grammar_from_json_schema(
+    compiled = library.LLMatcher.grammar_from_json_schema(
         schema, overrides={"whitespace_flexible": False}
     )
-    return made
+    limits = library.LLParserLimits(max_items_in_row=_MOST_ITEMS)
+    return library.LLMatcher(tokenizer, compiled, log_level=0, limits=limits)
 
 
 class Grammar:
@@ -103,9 +178,13 @@ class Grammars:
             wrapped = library.TokenizerWrapper(_Vocabulary(self._tokenizer))
             eos = [*self._tokenizer.eos_ids]
             self._known = library.LLTokenizer(wrapped, eos_token=eos)
-        matcher = library.LLMatcher(self._known, _compiled(library, schema), log_level=0)
-        if matcher.is_error():
-            raise BadRequest(f"structured_outputs: {matcher.get_error()[:300]}")
+        wrong = _shape_fault(schema)
+        if wrong:
+            raise BadRequest(f"structured_outputs: {wrong}", "structured_outputs")
+        matcher = _matcher(library, self._known, schema)
+        wrong = _fault(matcher)
+        if wrong:
+            raise BadRequest(f"structured_outputs: {wrong}", "structured_outputs")
         grammar = Grammar(matcher, self._tokenizer.eos_ids)
         if generated:
             grammar.take(generated)
