@@ -26,6 +26,15 @@ HI: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}]}
 WORDS = {"type": "array", "items": {"enum": ["yes", "no"]}, "minItems": 9, "maxItems": 9}
 FORMAT = {"type": "json_schema", "json_schema": {"name": "words", "schema": WORDS}}
 
+CHAIN: dict[str, Any] = {"type": "object", "properties": {"n": {"$ref": "#"}}, "required": ["n"]}
+LATER = {
+    "type": "object",
+    "properties": {"a": {"enum": ["x", "y"]}, "b": {"$ref": "#/$defs/b"}},
+    "required": ["a", "b"],
+    "$defs": {"b": {**CHAIN, "properties": {"n": {"$ref": "#/$defs/b"}}}},
+}
+ALL_OF = {"$defs": {"a": {"allOf": [{"$ref": "#/$defs/a"}]}}, "$ref": "#/$defs/a"}
+
 
 async def said(it: Site, losing: int = -1) -> str:
     """The text of a stream; after so many chunks the decode worker that runs it is lost."""
@@ -97,6 +106,34 @@ def test_a_worker_without_the_package_is_named(
     asyncio.run(main())
 
 
+@pytest.mark.parametrize("schema", [CHAIN, LATER], ids=["prefill", "decode"])
+def test_a_schema_that_fails_at_a_worker_is_the_fault_of_the_request(
+    schema: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The client gets a 400 after one attempt: every other worker would fail as well."""
+    pytest.importorskip("llguidance")
+    monkeypatch.setattr("moonserve.live.api.own_text.check_schema", lambda *asked: None)
+    tokenizer = load_tokenizer(resolve(DEFAULT_MODEL).path)
+
+    async def main() -> None:
+        async with site() as it:
+            await it.add("p0", "prefill", tokenizer=tokenizer)
+            await it.add("p1", "prefill", tokenizer=tokenizer)
+            await it.add("d0", "decode", tokenizer=tokenizer)
+            wanted = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
+            body = {"model": DEFAULT_MODEL, **HI, "response_format": wanted, "max_tokens": 50}
+            reply = await it.http.request(
+                "POST", it.url + CHAT, body=json.dumps(body).encode(), timeout_s=20
+            )
+            assert reply.status == 400, reply.body
+            error = json.loads(reply.body)["error"]
+            assert error["code"] == "json_schema_failed"
+            assert error["message"].startswith("response_format and tool_choice: the JSON schema")
+            assert "its text would have no end" in error["message"]
+
+    asyncio.run(main())
+
+
 def test_tokens_that_do_not_fit_are_an_error() -> None:
     """They cannot come from a worker that kept to the schema."""
     pytest.importorskip("llguidance")
@@ -130,16 +167,6 @@ def test_a_400_names_the_field(more: dict[str, Any], param: str) -> None:
         assert not rig.serving.requests
 
     run(use)
-
-
-CHAIN: dict[str, Any] = {"type": "object", "properties": {"n": {"$ref": "#"}}, "required": ["n"]}
-LATER = {
-    "type": "object",
-    "properties": {"a": {"enum": ["x", "y"]}, "b": {"$ref": "#/$defs/b"}},
-    "required": ["a", "b"],
-    "$defs": {"b": {**CHAIN, "properties": {"n": {"$ref": "#/$defs/b"}}}},
-}
-ALL_OF = {"$defs": {"a": {"allOf": [{"$ref": "#/$defs/a"}]}}, "$ref": "#/$defs/a"}
 
 
 def flat(count: int) -> dict[str, Any]:

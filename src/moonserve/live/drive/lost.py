@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from moonserve.core.errors import UNREADABLE, MoonserveError
+from moonserve.core.errors import UNREADABLE, BadRequest, MoonserveError
 from moonserve.core.units import InstanceId
 from moonserve.live.http.client import UpstreamError
 from moonserve.live.http.message import JSON, ErrorBody, shaped
@@ -106,13 +106,14 @@ class CallLost(MoonserveError):
         unreachable: bool = False,
         broke: bool = False,
         package_missing: bool = False,
+        refused: BadRequest | None = None,
     ) -> None:
         """member: the instance to blame, if it is not the one that was called; busy: its answer
         that it takes no more requests now, which the client gets if every retry fails; detail: what
         only the log has, such as the engine's own text; retry: whether another instance may do
         better; unreachable: nothing listens at its address; broke: the connection broke off after
         the call was sent, so its process may have died; package_missing: its host must install
-        something.
+        something; refused: what is wrong with the request itself, which the client gets.
         """
         super().__init__(why)
         self.detail = detail
@@ -122,6 +123,7 @@ class CallLost(MoonserveError):
         self.unreachable = unreachable
         self.broke = broke
         self.package_missing = package_missing
+        self.refused = refused
 
     @staticmethod
     def of(error: MoonserveError) -> CallLost:

@@ -301,6 +301,8 @@ class RequestDriver(Generic[PieceT]):
                 busy = None if self._lost is None or self._pieces else self._lost.busy
                 if busy is not None:
                     raise Passed(busy)
+                if self._lost is not None and self._lost.refused is not None:
+                    raise self._lost.refused
                 if self._lost is not None and self._lost.package_missing:
                     raise PackageMissing(why + self._pointer())
                 raise gave_up(action, self._pointer())

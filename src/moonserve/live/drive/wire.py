@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from moonserve.core.errors import UNREADABLE, PackageMissing
+from moonserve.core.errors import UNREADABLE, BadRequest, PackageMissing
 from moonserve.core.request import Request, TokenLogprobs
 from moonserve.core.schedule.facts import InstanceInfo
 from moonserve.core.schedule.record import DecodeTimes, PrefillTimes
@@ -23,6 +23,7 @@ from moonserve.live.http.message import ErrorReply
 from moonserve.live.openai.headers import TERM, of_party
 from moonserve.live.openai.logprobs import read_ids
 from moonserve.live.openai.reply import ReadChoice, ReadReply, read_reply
+from moonserve.live.text.grammar import SCHEMA_FAILED
 
 
 class Prefilled(msgspec.Struct, frozen=True):
@@ -208,6 +209,8 @@ class WireClient:
             self._orders.refused(term)
         if status == PackageMissing.status:
             raise CallLost(_why(to, body), retry=False, package_missing=True)
+        if status == BadRequest.status:
+            _refuse_schema(to, body)
         message = f"instance {to.id} answered {status}"
         raise CallLost(message, detail=logged(body), retry=status not in _HOPELESS)
 
@@ -216,6 +219,18 @@ _CONFLICT = 409
 _HOPELESS = (400, 413)
 """Statuses that every instance would answer: the request itself is wrong. Other statuses 4xx are
 about the worker: it has restarted as another one, or its queue is full."""
+
+
+def _refuse_schema(to: InstanceInfo, body: bytes) -> None:
+    """Raises CallLost if this error is about the request's JSON schema: no other worker can follow
+    it either."""
+    try:
+        error = msgspec.json.decode(body, type=ErrorReply).error
+    except UNREADABLE:
+        return
+    if error.code == SCHEMA_FAILED:
+        refused = BadRequest(error.message, error.param, SCHEMA_FAILED)
+        raise CallLost(f"{to.id}: {error.message}", retry=False, refused=refused)
 
 
 def _why(to: InstanceInfo, body: bytes) -> str:
@@ -254,6 +269,7 @@ def _parse(to: InstanceInfo, data: bytes) -> ReadReply:
     except UNREADABLE as error:
         raise CallLost(f"instance {to.id} sent no valid reply: {error}", retry=True) from None
     if reply.error is not None:
+        _refuse_schema(to, data)
         raise CallLost(f"instance {to.id} failed", detail=str(reply.error))
     if not reply.choices:
         raise CallLost(f"instance {to.id} sent a reply without choices", retry=True)

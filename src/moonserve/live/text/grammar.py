@@ -18,12 +18,16 @@ from moonserve.live.text.tokenizer import Tokenizer
 
 FIELDS = "response_format and tool_choice"
 """What clients ask for by fields that need grammars."""
+SCHEMA_FAILED = "json_schema_failed"
+"""The code of a BadRequest about a schema that failed in the middle of its text."""
 ANY_OBJECT = '{"type":"object"}'
 """The schema of every JSON object."""
 _MOST_PROPERTIES = 2000
 """Of one object in a schema. These take a second to compile; the time grows with their square."""
 _MOST_ITEMS = 10_000
 """What llguidance may keep for one place of a text; an object takes four for each property."""
+_MISFIT = "doesn't satisfy the grammar"
+"""In llguidance's error about a token that was not allowed."""
 _WRITE_BYTES = 1000
 _WRITE_S = 0.5
 """How far, and for how long, a schema is tried at the gateway."""
@@ -142,7 +146,8 @@ class Grammar:
         self._eos_ids = eos_ids
 
     def take(self, tokens: Sequence[int]) -> None:
-        """Tokens that were generated. Raises EngineFailed if they do not fit the schema."""
+        """Tokens that were generated. Raises EngineFailed if they do not fit the schema, and
+        BadRequest if the schema cannot be followed further."""
         for token in tokens:
             if token in self._eos_ids and self._matcher.is_accepting():
                 return  # a text that is whole takes no token more
@@ -150,15 +155,17 @@ class Grammar:
                 raise self._failed()
 
     def allowed(self) -> bytes:
-        """A bit for each token that may come next, the lowest id first. Raises EngineFailed."""
+        """A bit for each token that may come next, the lowest id first. Raises BadRequest."""
         mask = bytes(self._matcher.compute_bitmask())
         if self._matcher.is_error():
             raise self._failed()
         return mask
 
-    def _failed(self) -> EngineFailed:
-        why = self._matcher.get_error().partition("\n")[0]
-        return EngineFailed(f"the text left its JSON schema: {why or 'no token fits'}")
+    def _failed(self) -> BadRequest | EngineFailed:
+        if _MISFIT in self._matcher.get_error():
+            return EngineFailed("the text left its JSON schema")
+        why = _fault(self._matcher) or "cannot be followed: no token fits"
+        return BadRequest(f"{FIELDS}: the JSON schema {why}", code=SCHEMA_FAILED)
 
 
 class Grammars:

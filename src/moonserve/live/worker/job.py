@@ -249,7 +249,7 @@ class ActiveJob:
 
     def next_sampling(self) -> Sampling:
         """How to sample its next token, with what its grammar allows and its penalties count.
-        Raises EngineFailed."""
+        Raises BadRequest if its grammar cannot be followed further."""
         how = self.job.sampling
         if how.shaping is None or not self.shapes_each:
             return how
@@ -261,7 +261,8 @@ class ActiveJob:
         return msgspec.structs.replace(how, shaping=shaping)
 
     def take(self, token: int) -> None:
-        """A pass has given it this token. Raises EngineFailed if its grammar does not allow it."""
+        """A pass has given it this token. Raises EngineFailed if its grammar does not allow it,
+        and BadRequest if its grammar cannot be followed further."""
         if self.grammar is not None:
             self.grammar.take([token])
         if self.counts is not None:

@@ -14,7 +14,7 @@ from collections.abc import AsyncGenerator, Iterable
 import msgspec
 
 from moonserve.core.engine.batch import Batch, Pass, Progress
-from moonserve.core.errors import DeadlineExceeded, EngineFailed, MoonserveError
+from moonserve.core.errors import BadRequest, DeadlineExceeded, EngineFailed, MoonserveError
 from moonserve.core.request import TokenLogprobs
 from moonserve.core.schedule.facts import InstanceLoad, PassSample
 from moonserve.core.shares import extended
@@ -254,7 +254,7 @@ class Runner:
             if chunk.sampling is not None and active.shapes_each:
                 try:
                     chunk = msgspec.structs.replace(chunk, sampling=active.next_sampling())
-                except EngineFailed as error:
+                except BadRequest as error:
                     self._bench.emit(active, error)
             chunks.append(chunk)
         return Pass(tuple(chunks))
@@ -271,7 +271,7 @@ class Runner:
             return
         try:
             active.take(progress.token)
-        except EngineFailed as error:
+        except (BadRequest, EngineFailed) as error:
             self._bench.emit(active, error)
             return
         piece = Piece(progress.token, progress.finish, active.cached, logprobs=logprobs)
