@@ -256,6 +256,7 @@ BLOCK = {"role": "user", "content": [{"type": "image", "source": {}}]}
         (MESSAGES, {"stop": "a"}, "stop"),
         (COUNT, {"instructions": "a"}, "instructions"),
         ("/tokenize", {"model": "m"}, "prompt"),
+        ("/tokenize", {"model": "m", "prompt": "a", "messages": [HI]}, "prompt"),
         ("/tokenize", {"model": "m", "prompt": "a", "add_special_tokens": False},
          "add_special_tokens"),
         ("/detokenize", {"model": "m", "tokens": [1, 999]}, "tokens[1]"),
@@ -325,6 +326,7 @@ def test_a_model_whose_template_has_no_place_for_tools(path: str) -> None:
         reply = await rig.post("/v1/chat/completions", {**chat, "messages": turns})
         error = json.loads(reply.body)["error"]
         assert (error["code"], error["param"]) == ("model_without_tools", "messages")
+        assert error["message"].endswith("; leave out tool calls and their results")
         assert not rig.serving.requests
 
     run(use, text=NoTools())

@@ -10,6 +10,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+import msgspec
 import openai
 import pytest
 
@@ -433,6 +434,13 @@ def _call(**more: Any) -> dict[str, Any]:
     return {"id": "a", "function": {"name": "f", "arguments": "{}"}, **more}
 
 
+TOO_BIG = {"a": msgspec.Raw(b"1e999")}
+
+
+def _used(input: Any) -> dict[str, Any]:
+    return {"type": "tool_use", "id": "a", "name": "f", "input": input}
+
+
 @pytest.mark.parametrize(
     ("path", "more", "param"),
     [
@@ -464,8 +472,11 @@ def _call(**more: Any) -> dict[str, Any]:
         ),
         (
             CHAT,
-            _said(role="assistant", tool_calls=[_call(function={"name": "f", "arguments": "[]"})]),
-            "messages",
+            _said(
+                role="assistant",
+                tool_calls=[_call(), _call(function={"name": "f", "arguments": "[]"})],
+            ),
+            "messages[1].tool_calls[1].function.arguments",
         ),
         (CHAT, _said(role="assistant", function_call={"name": "f"}), "messages[1].function_call"),
         (CHAT, _said(role="tool", tool_call_id="a"), "messages[1].content"),
@@ -476,8 +487,14 @@ def _call(**more: Any) -> dict[str, Any]:
         (RESPONSES, {"input": [{"type": "function_call", "name": "f"}]}, "input[0].call_id"),
         (
             RESPONSES,
-            {"input": [{"type": "function_call", "name": "f", "call_id": "a", "arguments": "{"}]},
-            "input",
+            {
+                "instructions": "a",
+                "input": [
+                    HI,
+                    {"type": "function_call", "name": "f", "call_id": "a", "arguments": "{"},
+                ],
+            },
+            "input[1].arguments",
         ),
         (
             RESPONSES,
@@ -485,7 +502,7 @@ def _call(**more: Any) -> dict[str, Any]:
             "input[0].output",
         ),
         (MESSAGES, {"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools[0].type"),
-        (MESSAGES, {"tool_choice": {"type": "tool"}}, "tool_choice"),
+        (MESSAGES, {"tool_choice": {"type": "tool"}}, "tool_choice.name"),
         (MESSAGES, {"tool_choice": {"type": "any"}, "tools": []}, "tool_choice"),
         (
             MESSAGES,
@@ -496,6 +513,16 @@ def _call(**more: Any) -> dict[str, Any]:
             MESSAGES,
             _said(role="assistant", content=[{"type": "tool_use", "id": "a", "name": "f"}]),
             "messages[1].content[0].input",
+        ),
+        (
+            MESSAGES,
+            _said(role="assistant", content=[{"type": "text", "text": "a"}, _used("{}")]),
+            "messages[1].content[1].input",
+        ),
+        (
+            MESSAGES,
+            _said(role="assistant", content=[{"type": "text", "text": "a"}, _used(TOO_BIG)]),
+            "messages[1].content[1].input",
         ),
         (
             MESSAGES,
@@ -518,9 +545,13 @@ def test_a_400_names_the_field(path: str, more: dict[str, Any], param: str) -> N
     """Before any work is spent."""
 
     async def use(rig: Rig) -> None:
-        reply = await rig.post(path, {**ASKS.get(path, {"model": "m"}), **more})
+        body = {**ASKS.get(path, {"model": "m"}), **more}
+        reply = await rig.post(path, msgspec.json.encode(body))
         assert reply.status == 400, reply.body
-        assert json.loads(reply.body)["error"]["param"] == param
+        error = json.loads(reply.body)["error"]
+        assert error["param"] == param
+        assert error["message"].startswith(f"{param}: ")
+        assert "request body" not in error["message"]
         assert not rig.serving.requests
 
     tool_run(use)

@@ -37,20 +37,29 @@ def refusal(api: str, field: str, value: Any) -> BadRequest:
 @pytest.mark.parametrize(
     ("api", "field", "value", "remedy"),
     [
+        ("chat", "prompt", "a", "use messages"),
+        ("chat", "include", ["a"], "leave it out; for log probabilities use logprobs"),
+        ("chat", "truncation", "auto", "send fewer messages"),
         ("chat", "max_output_tokens", 9, "use max_completion_tokens"),
         ("chat", "stop_sequences", ["a"], "use stop"),
         ("chat", "system", "a", "send it as a message of the role system"),
         ("completion", "max_completion_tokens", 9, "use max_tokens"),
         ("completion", "top_logprobs", 2, "use logprobs, with a number"),
+        ("completion", "truncation", "auto", "send a shorter prompt"),
+        ("responses", "function_call", {"name": "f"}, "use tool_choice"),
         ("responses", "max_tokens", 9, "use max_output_tokens"),
         ("responses", "max_completion_tokens", 9, "use max_output_tokens"),
         ("responses", "n", 2, "use /v1/chat/completions, which has it"),
         ("responses", "stop", "a", "use /v1/chat/completions, which has it"),
+        ("messages", "prompt", "a", "use messages"),
+        ("messages", "functions", [{}], "use tools"),
+        ("messages", "parallel_tool_calls", False, "use tool_choice.disable_parallel_tool_use"),
         ("messages", "stop", ["a"], "use stop_sequences"),
         ("messages", "n", 2, "use /v1/chat/completions, which has it"),
         ("messages", "logprobs", True, "use /v1/chat/completions, which has it"),
         ("messages", "max_completion_tokens", 9, "use max_tokens"),
         ("messages", "instructions", "a", "use system"),
+        ("count_tokens", "prompt", "a", "use messages"),
         ("count_tokens", "instructions", "a", "use system"),
         ("tokenize", "stop_sequences", ["a"], "use stop"),
     ],
@@ -68,6 +77,9 @@ def test_a_field_of_another_api_is_refused_with_the_one_that_does_it(
     ("api", "field", "value", "says"),
     [
         ("chat", "best_of", 2, "only 1 is supported here; use n"),
+        ("chat", "functions", [{}], "only [] is supported here; use tools"),
+        ("completion", "functions", [{}], "only [] is supported here; use tools in /v1/chat/compl"),
+        ("tokenize", "tools", [{}], "only [] is supported here; send messages instead of a prompt"),
         ("chat", "skip_special_tokens", False, "only true is supported here; leave it out"),
         ("completion", "truncate_prompt_tokens", 4, "not supported here; send a shorter prompt"),
         ("responses", "store", True, "only false is supported here; leave it out: responses are"),
@@ -83,6 +95,70 @@ def test_a_field_that_workers_do_not_serve_is_refused_with_a_remedy(
     error = refusal(api, field, value)
     assert (error.param, error.code) == (field, "unsupported_parameter")
     assert str(error).startswith(f"{field}: {says}")
+
+
+@pytest.mark.parametrize(
+    ("api", "body", "field", "remedy"),
+    [
+        ("chat", {"prompt": "a"}, "prompt", "use messages"),
+        ("completion", {"messages": SAID, "max_completion_tokens": 9}, "messages", "use prompt"),
+        ("responses", {"messages": SAID, "max_tokens": 9}, "messages", "use input"),
+        ("responses", {"prompt": "a"}, "prompt", "write it into input"),
+        ("messages", {"prompt": "a", "max_tokens": 9}, "prompt", "use messages"),
+        (
+            "messages",
+            {"messages": SAID, "max_completion_tokens": 9},
+            "max_completion_tokens",
+            "use max_tokens",
+        ),
+        ("count_tokens", {"input": "a"}, "input", "use messages"),
+    ],
+)
+def test_a_body_for_another_api_is_refused_by_the_field_to_rename(
+    api: str, body: dict[str, Any], field: str, remedy: str
+) -> None:
+    """Not by the field that it lacks: that does not say what to do with the one it has."""
+    parse, _ = APIS[api]
+    with pytest.raises(BadRequest) as caught:
+        parse(json.dumps({"model": "m", **body}).encode())
+    assert (caught.value.param, caught.value.code) == (field, "unsupported_parameter")
+    assert str(caught.value).endswith(f"; {remedy}")
+
+
+@pytest.mark.parametrize(
+    ("api", "missing"),
+    [
+        ("chat", "messages"),
+        ("completion", "prompt"),
+        ("responses", "input"),
+        ("messages", "messages"),
+        ("count_tokens", "messages"),
+    ],
+)
+def test_a_missing_field_is_named_where_no_other_api_has_it(api: str, missing: str) -> None:
+    """Fields that ask for nothing do not hide it."""
+    parse, _ = APIS[api]
+    with pytest.raises(BadRequest) as caught:
+        parse(b'{"model": "m", "instructions": null, "of_no_api": 3}')
+    assert (str(caught.value), caught.value.param) == (f"{missing}: is missing", missing)
+
+
+@pytest.mark.parametrize(
+    ("api", "kind"), [("chat", "function"), ("responses", "function"), ("messages", "custom")]
+)
+def test_a_tool_of_another_type_is_refused_as_not_served(api: str, kind: str) -> None:
+    """With the type that is."""
+    error = refusal(api, "tools", [{"type": "web_search", "name": "a", "input_schema": {}}])
+    assert (error.param, error.code) == ("tools[0].type", "unsupported_parameter")
+    assert str(error) == f"tools[0].type: must be {kind}; only such tools are served here"
+
+
+def test_a_function_call_in_a_message_is_refused_with_what_replaced_it() -> None:
+    """Its harmless values are no remedy, so the 400 does not list them."""
+    said = [*SAID, {"role": "assistant", "content": "a", "function_call": {"name": "f"}}]
+    assert str(refusal("chat", "messages", said)) == (
+        "messages[1].function_call: not supported here; use tool_calls"
+    )
 
 
 @pytest.mark.parametrize(

@@ -231,7 +231,8 @@ class OwnText:
             return  # another error says so
         tools = self._tools(model)
         if not tools.knows_tools:
-            what = f"the chat template of {model!r} has no place for tools; leave them out"
+            them = "them" if field == "tools" else "tool calls and their results"
+            what = f"the chat template of {model!r} has no place for tools; leave out {them}"
             raise BadRequest(f"{field}: {what}", field, "model_without_tools")
         if not tools.has_known_calls:
             what = (

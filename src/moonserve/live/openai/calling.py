@@ -6,6 +6,7 @@ is decoded once its length is known. Every refusal is a BadRequest that names th
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any, Literal, TypeAlias, TypeVar
 
@@ -20,6 +21,7 @@ _TOOLS_BYTES: Bytes = 256 << 10
 _CHOICE_BYTES: Bytes = 1 << 10
 _MAX_TOOLS = 256
 _MAX_NAME_CHARS = 256
+_TYPE_PATH = re.compile(r"tools\[(\d+|\.\.\.)\]\.type")
 _T = TypeVar("_T")
 
 
@@ -74,7 +76,14 @@ class _ChatToolChoice(msgspec.Struct):
 
 def decode_tools(raw: msgspec.Raw, shape: type[_T]) -> _T:
     """The field `tools` in the struct of an API. Raises BadRequest."""
-    return decode_field("tools", raw, _TOOLS_BYTES, shape)
+    try:
+        return decode_field("tools", raw, _TOOLS_BYTES, shape)
+    except BadRequest as error:
+        path = error.param or ""
+        if _TYPE_PATH.fullmatch(path) and ": must be " in str(error):
+            what = f"{error}; only such tools are served here"
+            raise BadRequest(what, path, "unsupported_parameter") from None
+        raise
 
 
 def decode_choice(raw: msgspec.Raw, shape: type[_T]) -> _T:

@@ -2,6 +2,8 @@
 
 `live/api/own_text` calls it. Messages are text and calls of tools. A field that asks for something
 else is a BadRequest that names it. metadata, service_tier and cache_control change nothing here.
+Nor does the is_error of a tool's result, since chat templates have no place for it: the model sees
+the text of the result.
 """
 
 from __future__ import annotations
@@ -13,8 +15,8 @@ from typing import Annotated, Any, ClassVar, Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from moonserve.core.errors import BadRequest
 from moonserve.core.units import Tokens
-from moonserve.live.http.message import decode_json
 from moonserve.live.openai.calling import (
     Function,
     FunctionName,
@@ -162,6 +164,18 @@ class MessagesChat(ChatRequest, kw_only=True):
 
     prompt_field: ClassVar[str] = _FIELD
 
+    turns: list[BlockMessage]
+    """The messages of the body."""
+
+    def _arguments_paths(self) -> list[str]:
+        """See ChatRequest."""
+        return [
+            f"{_FIELD}[{i}].content[{j}].input"
+            for i, message in enumerate(self.turns)
+            for j, block in enumerate(message.content or ())
+            if isinstance(block, Block) and block.type == "tool_use"
+        ]
+
 
 SHAPE = BodyShape(MessagesRequest, harmless=MESSAGES.harmless)
 COUNT_SHAPE = BodyShape(CountTokensRequest, harmless=COUNT_TOKENS.harmless)
@@ -170,12 +184,12 @@ COUNT_SHAPE = BodyShape(CountTokensRequest, harmless=COUNT_TOKENS.harmless)
 def parse_messages(body: bytes, max_messages: int) -> MessagesChat:
     """The request with every field checked. Raises BadRequest."""
     expect_items(_FIELD, max_messages)
-    sent = decode_json(body, _MessagesBody)
-    MESSAGES.check(sent)
+    sent = MESSAGES.decode(body, _MessagesBody)
     at_least_one("max_tokens", sent.max_tokens)
     chat = MessagesChat(
         model=sent.model,
         messages=_conversation(sent, max_messages),
+        turns=sent.messages,
         max_tokens=sent.max_tokens,
         stop=decode_stop_sequences(sent.stop_sequences),
         **_tool_fields(sent),
@@ -188,10 +202,11 @@ def parse_messages(body: bytes, max_messages: int) -> MessagesChat:
 def parse_count(body: bytes, max_messages: int) -> MessagesChat:
     """The request to count the tokens of a prompt, with every field checked. Raises BadRequest."""
     expect_items(_FIELD, max_messages)
-    sent = decode_json(body, _CountBody)
-    COUNT_TOKENS.check(sent)
+    sent = COUNT_TOKENS.decode(body, _CountBody)
     messages = _conversation(sent, max_messages)
-    return MessagesChat(model=sent.model, messages=messages, **_tool_fields(sent))
+    return MessagesChat(
+        model=sent.model, messages=messages, turns=sent.messages, **_tool_fields(sent)
+    )
 
 
 def _conversation(sent: _CountFields | _MessagesFields, max_messages: int) -> list[Message]:
@@ -221,13 +236,21 @@ def _plain(message: BlockMessage, path: str) -> Iterator[Message]:
             check_parts(result, f"{path}.content[{i}].content")
             yield Message("tool", result, tool_call_id=block.tool_use_id)
     texts: list[ContentPart] = [block for block in content if block.type == "text"]
-    calls = [_call(block) for block in content if block.type == "tool_use"]
+    calls = [
+        _call(block, f"{path}.content[{i}]")
+        for i, block in enumerate(content)
+        if block.type == "tool_use"
+    ]
     if texts or calls or not content:
         yield Message(message.role, texts, tool_calls=calls)
 
 
-def _call(block: Block) -> ToolCall:
-    function = CalledFunction(block.name or "", bytes(block.input).decode("utf-8", "replace"))
+def _call(block: Block, path: str) -> ToolCall:
+    """A block as the call that it is. Raises BadRequest."""
+    input = bytes(block.input).decode("utf-8", "replace")
+    if not input.startswith("{"):
+        raise BadRequest(f"{path}.input: must be an object", f"{path}.input")
+    function = CalledFunction(block.name or "", input)
     return ToolCall(id=block.id or "", function=function)
 
 
@@ -252,9 +275,11 @@ def _tool_fields(sent: _CountFields | _MessagesFields) -> dict[str, Any]:
 
 
 def _choice(choice: MessagesToolChoice) -> ToolChoice:
-    """The same in a chat."""
+    """The same in a chat. Raises BadRequest."""
     if choice.type == "tool":
-        return NamedTool("function", FunctionName(choice.name or ""))
+        if choice.name is None:
+            raise BadRequest("tool_choice.name: is missing", "tool_choice.name")
+        return NamedTool("function", FunctionName(choice.name))
     return "required" if choice.type == "any" else choice.type
 
 

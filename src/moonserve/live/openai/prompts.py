@@ -8,7 +8,7 @@ take turns there.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, TypeAlias
@@ -19,7 +19,6 @@ from moonserve.core.errors import BadRequest, Overloaded
 from moonserve.core.shares import Party, Shares
 from moonserve.core.units import Bytes, Tokens
 from moonserve.live.openai import request as openai
-from moonserve.live.openai.calling import Tool
 from moonserve.live.text.tools import TextTools
 from moonserve.live.turns import Turns
 
@@ -55,7 +54,7 @@ class Prompts:
             _refuse_hopeless(field, size, tools, max_len)
             if fields.tools:
                 size += len(msgspec.json.encode(fields.tools))
-            work = partial(_chat_tokens, messages, fields.tools, field, tools, max_len)
+            work = partial(_chat_tokens, messages, fields, tools, max_len)
         else:
             prompt = openai.single_prompt(fields, tools.vocab_size, max_len)
             if isinstance(prompt, list):
@@ -99,17 +98,18 @@ def _texts(message: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _chat_tokens(
-    messages: list[dict[str, Any]],
-    functions: Sequence[Tool] | None,
-    field: str,
-    tools: TextTools,
-    max_len: Tokens,
+    messages: list[dict[str, Any]], fields: openai.ChatRequest, tools: TextTools, max_len: Tokens
 ) -> list[int]:
+    field = fields.prompt_field
     for message in messages:
         if "tool_calls" in message:
-            message["tool_calls"] = openai.template_calls(message["tool_calls"], field)
+            message["tool_calls"] = openai.template_calls(
+                message["tool_calls"], fields.arguments_path
+            )
     try:
-        text = tools.render_chat(messages, msgspec.to_builtins(functions) if functions else None)
+        text = tools.render_chat(
+            messages, msgspec.to_builtins(fields.tools) if fields.tools else None
+        )
     except BadRequest as error:
         error.param = field
         raise

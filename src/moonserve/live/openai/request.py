@@ -17,7 +17,7 @@ reasoning_effort, verbosity, and every field that no API has.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from operator import attrgetter
 from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
@@ -28,7 +28,7 @@ from moonserve.core.request import Penalties, Sampling, Shaping, Stopping
 from moonserve.core.units import Bytes, Tokens, whole_number
 from moonserve.live.http.message import COUNT_TOKENS, MESSAGES, decode_json
 from moonserve.live.openai.calling import Tool, ToolChoice, call_schema, chat_tools
-from moonserve.live.openai.unserved import CHAT, COMPLETION, UNTOUCHED, Refused, refuse_unless
+from moonserve.live.openai.unserved import CHAT, COMPLETION, UNTOUCHED, is_any_of
 from moonserve.live.text.grammar import ANY_OBJECT
 
 Form: TypeAlias = Literal[
@@ -102,7 +102,8 @@ _LONG_FIELDS = (
     ("response_format", _SCHEMA_BYTES),
 )
 _FIRST_ITEM = re.compile(rb"\[[ \t\r\n]*(.)", re.DOTALL)
-_NO_CALL = Refused(([], {}, "", False, 0), "send tool_calls")
+_NO_CALL: tuple[object, ...] = ([], {}, "", False, 0)
+"""The values of a message's `function_call` that ask for nothing, besides null."""
 _TEXT = ("text",)
 _ROLES = {
     "system": "system",
@@ -279,6 +280,20 @@ class ChatRequest(GenerationRequest, kw_only=True):
         needs = any(it.role == "tool" or it.tool_calls for it in self.messages)
         return self.prompt_field if needs else None
 
+    def arguments_path(self, wanted: ToolCall) -> str:
+        """Where the body has the arguments of one of the calls in `messages`."""
+        calls = (call for message in self.messages for call in message.tool_calls or ())
+        paths = zip(calls, self._arguments_paths(), strict=True)
+        return next(path for call, path in paths if call is wanted)
+
+    def _arguments_paths(self) -> list[str]:
+        """Of each call in `messages`, in their order."""
+        return [
+            f"messages[{i}].tool_calls[{j}].function.arguments"
+            for i, message in enumerate(self.messages)
+            for j in range(len(message.tool_calls or ()))
+        ]
+
     @property
     def may_call(self) -> bool:
         """Whether the answer may have calls of tools."""
@@ -373,8 +388,7 @@ def expect_items(field: str, max_messages: int) -> None:
 def parse_chat(body: bytes, max_messages: int) -> ChatRequest:
     """The request with every field checked. Raises BadRequest."""
     expect_items("messages", max_messages)
-    sent = decode_json(body, _ChatBody)
-    CHAT.check(sent)
+    sent = CHAT.decode(body, _ChatBody)
     stops = _stops(sent)
     tools, choice = chat_tools(sent.tools, sent.tool_choice)
     request = ChatRequest(
@@ -406,8 +420,7 @@ def parse_completion(body: bytes, max_ids: Tokens) -> CompletionRequest:
 
     max_ids: the longest context of any model. Raises BadRequest.
     """
-    sent = decode_json(body, _CompletionBody)
-    COMPLETION.check(sent)
+    sent = COMPLETION.decode(body, _CompletionBody)
     stops = _stops(sent)
     request = CompletionRequest(
         model=sent.model,
@@ -446,28 +459,31 @@ def plain_messages(request: ChatRequest) -> list[dict[str, Any]]:
     return plain
 
 
-def template_calls(calls: Sequence[ToolCall], field: str) -> list[dict[str, Any]]:
+def template_calls(
+    calls: Sequence[ToolCall], path: Callable[[ToolCall], str]
+) -> list[dict[str, Any]]:
     """Calls as chat templates take them: their arguments are objects.
 
-    field: of the request that has them. Raises BadRequest.
+    path: of the arguments of a call. Raises BadRequest.
     """
     return [
         {
             "id": call.id,
             "type": "function",
-            "function": {"name": call.function.name, "arguments": _arguments(call, field)},
+            "function": {"name": call.function.name, "arguments": _arguments(call, path)},
         }
         for call in calls
     ]
 
 
-def _arguments(call: ToolCall, field: str) -> dict[str, Any]:
+def _arguments(call: ToolCall, path: Callable[[ToolCall], str]) -> dict[str, Any]:
     text = call.function.arguments
     try:
         return decode_json(text.encode("utf-8", "surrogatepass") or b"{}", dict[str, Any])
     except BadRequest as error:
-        what = f"the arguments of call {call.id[:80]!r} must be a JSON object as text"
-        raise BadRequest(f"{field}: {what}: {error}", field) from None
+        where = path(call)
+        fault = str(error).removeprefix("request body: ")
+        raise BadRequest(f"{where}: must be a JSON object ({fault})", where) from None
 
 
 def context_exceeded(param: str, what: str, max_len: Tokens) -> BadRequest:
@@ -789,7 +805,11 @@ def _check_message(
     message: Message, path: str, roles: Collection[str], parts: Collection[str]
 ) -> None:
     check_role(message.role, path, roles)
-    refuse_unless(f"{path}.function_call", message.function_call, _NO_CALL)
+    called = message.function_call
+    if called is not UNTOUCHED and not is_any_of(bytes(called), _NO_CALL):
+        where = f"{path}.function_call"
+        what = "not supported here; use tool_calls"
+        raise BadRequest(f"{where}: {what}", where, "unsupported_parameter")
     if message.tool_calls:
         _check_calls(message, path)
         if message.content is None:

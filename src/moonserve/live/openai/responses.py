@@ -160,6 +160,14 @@ class ResponseChat(ChatRequest, kw_only=True):
     prompt_field: ClassVar[str] = _FIELD
     asked: _ResponseFields
 
+    def _arguments_paths(self) -> list[str]:
+        """See ChatRequest."""
+        return [
+            f"{_FIELD}[{i}].arguments"
+            for i, item in enumerate(self.asked.input)
+            if isinstance(item, ResponseItem) and item.type == "function_call"
+        ]
+
 
 SHAPE = BodyShape(ResponseRequest, harmless=RESPONSES.harmless)
 
@@ -167,8 +175,7 @@ SHAPE = BodyShape(ResponseRequest, harmless=RESPONSES.harmless)
 def parse_response(body: bytes, max_messages: int) -> ResponseChat:
     """The request with every field checked. Raises BadRequest."""
     expect_items(_FIELD, max_messages)
-    sent = decode_json(body, _ResponseBody)
-    RESPONSES.check(sent)
+    sent = RESPONSES.decode(body, _ResponseBody)
     if sent.text is not None and sent.text.format is not None:
         refuse_unless("text.format.type", sent.text.format.type, _TEXT_ONLY)
     at_least_one("max_output_tokens", sent.max_output_tokens)

@@ -23,7 +23,7 @@ from moonserve.live.openai.request import (
     parse_chat,
     parse_completion,
 )
-from moonserve.live.openai.unserved import UNTOUCHED
+from moonserve.live.openai.unserved import UNTOUCHED, Refused, is_any_of, refuse_unless
 from moonserve.live.text.tools import TextTools
 
 
@@ -63,6 +63,7 @@ class _TokenizeBody(msgspec.Struct):
 
     prompt: msgspec.Raw = UNTOUCHED
     messages: msgspec.Raw = UNTOUCHED
+    tools: msgspec.Raw = UNTOUCHED
     return_token_strs: bool | None = None
 
 
@@ -76,6 +77,7 @@ class _TokenList(msgspec.Struct):
 
 
 _Prompt: TypeAlias = ChatRequest | CompletionRequest
+_TOOLS = Refused(([],), "send messages instead of a prompt")
 _HARMLESS = {"add_special_tokens": (True,)}
 TOKENIZE_SHAPE = BodyShape(TokenizeRequest, harmless=_HARMLESS)
 DETOKENIZE_SHAPE = BodyShape(DetokenizeRequest)
@@ -89,9 +91,12 @@ def parse_tokenize(body: bytes, max_messages: int, max_ids: Tokens) -> tuple[_Pr
     sent = decode_json(body, _TokenizeBody)
     texts = bool(sent.return_token_strs)
     if sent.messages is not UNTOUCHED:
+        if not is_any_of(bytes(sent.prompt) or b"null", ()):
+            raise BadRequest("prompt: send either prompt or messages, not both", "prompt")
         return parse_chat(body, max_messages), texts
     if sent.prompt is UNTOUCHED:
         raise BadRequest("prompt or messages: is missing", "prompt")
+    refuse_unless("tools", sent.tools, _TOOLS)
     return parse_completion(body, max_ids), texts
 
 

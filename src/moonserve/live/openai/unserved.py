@@ -3,8 +3,7 @@
 The parsers of this room use it: each API has one `RefusedFields`. A field is refused unless it asks
 for nothing, because to ignore it would change the answer. That holds for fields of this API that
 workers do not serve, and for fields of its sisters: chat, completions, Responses, Messages, and
-what vLLM adds to them. Fields of no API are not known here, and are ignored. Nothing here decodes a
-whole body.
+what vLLM adds to them. Fields of no API are not known here, and are ignored.
 """
 
 from __future__ import annotations
@@ -28,6 +27,10 @@ _FREE_TEXT: tuple[object, ...] = ({}, {"format": {"type": "text"}})
 _FORMAT_IN_CHAT = "use response_format in /v1/chat/completions"
 
 
+class _NoField(msgspec.Struct):
+    """A body of which no field is read."""
+
+
 class Refused(msgspec.Struct, frozen=True):
     """One field."""
 
@@ -48,19 +51,32 @@ class RefusedFields:
         """The fields of its sisters."""
         self._fields = {**foreign, **own}
         self._none_sent = (UNTOUCHED,) * len(self._fields)
+        self._alone = self.added_to(_NoField)
 
     def added_to(self, body: type[B]) -> type[B]:
-        """The struct of a body with these fields as raw JSON: `check` needs them."""
+        """The struct of a body with these fields as raw JSON: `decode` needs them."""
         fields = [(name, msgspec.Raw, UNTOUCHED) for name in self._fields]
         made = msgspec.defstruct(body.__name__, fields, bases=(body,), kw_only=True)
-        assert made.__struct_fields__[-len(fields) :] == (*self._fields,), "`check` reads the last"
+        assert made.__struct_fields__[-len(fields) :] == (*self._fields,), "`_check` reads the last"
         return cast("type[B]", made)
 
-    def check(self, sent: msgspec.Struct) -> None:
-        """Raise BadRequest if the body has one of the fields, and it asks for something.
+    def decode(self, body: bytes, shape: type[B]) -> B:
+        """The body, which has none of the fields, or asks for nothing by them. Raises BadRequest.
 
-        sent: of a struct that `added_to` has made.
+        shape: a struct that `added_to` has made.
         """
+        try:
+            sent = decode_json(body, shape)
+        except BadRequest as error:
+            # A body for another API lacks a field here; its own field leads to the remedy.
+            if str(error).endswith(": is missing"):
+                self._check(decode_json(body, self._alone))
+            raise
+        self._check(sent)
+        return sent
+
+    def _check(self, sent: msgspec.Struct) -> None:
+        """Raise BadRequest if the body has one of the fields, and it asks for something."""
         values = msgspec.structs.astuple(sent)[-len(self._none_sent) :]
         if values == self._none_sent:  # the usual case, in one comparison
             return
@@ -106,8 +122,8 @@ _GENERATION: dict[str, Refused] = {
     "include_stop_str_in_output": Refused((False,)),
     "prompt_logprobs": Refused(),
     "truncate_prompt_tokens": Refused((), "send a shorter prompt"),
-    "functions": Refused(([],), "use tools in /v1/chat/completions"),
-    "function_call": Refused(("none", "auto"), "use tool_choice in /v1/chat/completions"),
+    "functions": Refused(([],), "use tools"),
+    "function_call": Refused(("none", "auto"), "use tool_choice"),
     "guided_regex": Refused(),
     "guided_choice": Refused(),
     "guided_grammar": Refused(),
@@ -156,19 +172,23 @@ _OF_RESPONSES: dict[str, Refused] = {
     **_NOT_KEPT,
     "max_output_tokens": Refused((), "use max_tokens"),
     "text": Refused(_FREE_TEXT, _FORMAT_IN_CHAT),
+    "include": Refused(([],)),
+    "truncation": Refused(("disabled",), "send a shorter prompt"),
 }
 """Fields of Responses in another API."""
 _THINKING: dict[str, Refused] = {"thinking": Refused(({"type": "disabled"},))}
 
 CHAT = RefusedFields(
     _GENERATION | _BY_OTHERS | {"add_special_tokens": Refused((False,))},
-    _OF_RESPONSES
+    {"prompt": Refused((), "use messages"), "input": Refused((), "use messages")}
+    | _OF_RESPONSES
     | _THINKING
     | {
         "max_output_tokens": Refused((), "use max_completion_tokens"),
+        "include": Refused(([],), "leave it out; for log probabilities use logprobs"),
+        "truncation": Refused(("disabled",), "send fewer messages"),
         "text": Refused(_FREE_TEXT, "use response_format"),
         "stop_sequences": Refused(([],), "use stop"),
-        "input": Refused((), "use messages"),
         "system": Refused(("", []), "send it as a message of the role system"),
         "instructions": Refused(("",), "send it as a message of the role system"),
     },
@@ -178,18 +198,19 @@ COMPLETION = RefusedFields(
     | _BY_OTHERS
     | {
         "add_special_tokens": Refused((True,)),
+        "functions": Refused(([],), "use tools in /v1/chat/completions"),
+        "function_call": Refused(("none", "auto"), "use tool_choice in /v1/chat/completions"),
         "tools": Refused(([],), "use /v1/chat/completions"),
         "tool_choice": Refused(("none", "auto"), "use /v1/chat/completions"),
     },
-    _OF_RESPONSES
+    {"messages": Refused((), "use prompt"), "input": Refused((), "use prompt")}
+    | _OF_RESPONSES
     | _THINKING
     | {
         "max_completion_tokens": Refused((), "use max_tokens"),
         "text": Refused(_FREE_TEXT, "use response_format"),
         "stop_sequences": Refused(([],), "use stop"),
         "top_logprobs": Refused((0,), "use logprobs, with a number"),
-        "input": Refused((), "use prompt"),
-        "messages": Refused((), "use prompt"),
         "system": Refused(("", []), "write it into prompt"),
         "instructions": Refused(("",), "write it into prompt"),
     },
@@ -204,7 +225,8 @@ RESPONSES = RefusedFields(
         "truncation": Refused(("disabled",), "send a shorter input"),
         "context_management": Refused(([],), "send a shorter input"),
     },
-    _GENERATION
+    {"messages": Refused((), "use input")}
+    | _GENERATION
     | _LACKS
     | _THINKING
     | {
@@ -212,7 +234,6 @@ RESPONSES = RefusedFields(
         "max_completion_tokens": Refused((), "use max_output_tokens"),
         "stop": Refused(("", []), _IN_CHAT),
         "stop_sequences": Refused(([],), "use stop in /v1/chat/completions"),
-        "messages": Refused((), "use input"),
         "system": Refused(("", []), "use instructions"),
     },
 )
@@ -224,20 +245,22 @@ _MESSAGES: dict[str, Refused] = {
     "output_format": Refused((), _FORMAT_IN_CHAT),
     "context_management": Refused((), "send fewer messages"),
 }
+_NOT_MESSAGES: dict[str, Refused] = {
+    "prompt": Refused((), "use messages"),
+    "input": Refused((), "use messages"),
+    "instructions": Refused(("",), "use system"),
+}
 MESSAGES = RefusedFields(
     _MESSAGES,
-    _GENERATION
+    _NOT_MESSAGES
+    | _GENERATION
     | _LACKS
     | _OF_RESPONSES
     | {
         "max_completion_tokens": Refused((), "use max_tokens"),
         "stop": Refused(("", []), "use stop_sequences"),
-        "input": Refused((), "use messages"),
-        "instructions": Refused(("",), "use system"),
+        "parallel_tool_calls": Refused((True,), "use tool_choice.disable_parallel_tool_use"),
     },
 )
-COUNT_TOKENS = RefusedFields(
-    _MESSAGES,
-    {"input": Refused((), "use messages"), "instructions": Refused(("",), "use system")},
-)
+COUNT_TOKENS = RefusedFields(_MESSAGES, _NOT_MESSAGES)
 """Other fields of sisters do not change how many tokens a prompt has."""
