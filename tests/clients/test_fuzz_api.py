@@ -31,7 +31,7 @@ HOOKS = {
     "PYTHONPATH": str(Path(__file__).parents[2]),
 }
 LEAST = 20_000
-CONTEXT = 256
+CONTEXT = 128
 """Tokens. In the default model's 8,192, a request for 32 long answers may take minutes."""
 _CONTEXT_KEY = b"llama.context_length" + struct.pack("<I", 4)
 
