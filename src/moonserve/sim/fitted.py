@@ -664,7 +664,7 @@ class _Fit:
     ) -> Overhead:
         """One stage of some requests; when: the time of it, with others' work on the same cores."""
         is_cold = cold and self._cold_after_us > 0
-        slowed = self._slowed()
+        slowed = self._activity.slowed(self._cores)
         line = _StageFit(_OVERHEAD if is_cold else (*_OVERHEAD[:2], 0.0), (1.0, 1e3, 1.0))
         for one, how_cold in zip(self._served, self._cold(), strict=True):
             took = took_ms(one)
