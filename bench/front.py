@@ -67,7 +67,7 @@ class _ByteText:
     def encode(self, text: str, *, add_bos: bool) -> list[int]:
         return list(text.encode())
 
-    def render_chat(self, messages: Any) -> str:
+    def render_chat(self, messages: Any, tools: Any = None) -> str:
         return "\n".join(message["content"] for message in messages)
 
     def detokenizer(self) -> _ByteText:

@@ -40,8 +40,8 @@ def test_forty_prompts_one_after_another_use_all_workers() -> None:
             decodes = Counter(one.decode for one in decisions if one is not None)
             assert prefills.keys() == {"p0", "p1", "p2", "p3"}
             assert decodes.keys() == {"d0", "d1", "d2", "d3"}
-            assert max(prefills.values()) <= 20, prefills
-            assert max(decodes.values()) <= 20, decodes
+            assert max(prefills.values()) <= 30, prefills
+            assert max(decodes.values()) <= 30, decodes
 
     asyncio.run(main())
 
