@@ -20,13 +20,13 @@ from moonserve.core.engine.batch import (
     PassResult,
     Progress,
 )
+from moonserve.core.engine.blocks import SharedBlocks
 from moonserve.core.request import Finish, Sampling, Stopping
 from moonserve.core.schedule.cost import Cost, pass_sample
 from moonserve.core.schedule.facts import InstanceInfo
 from moonserve.core.units import Micros, RequestId, Tokens
 from moonserve.sim.call import Call
 from moonserve.sim.clock import VirtualClock
-from moonserve.sim.shared import SharedBlocks
 
 _GREEDY = Sampling(temperature=0.0)
 
