@@ -14,8 +14,7 @@ import pytest
 
 from moonserve.core.errors import EngineFailed, MoonserveError, Overloaded
 from moonserve.core.request import Sampling
-from moonserve.live.http.client import ClientResponse
-from tests.support.gateway_rig import Rig, run
+from tests.support.gateway_rig import Rig, parsed, run
 from tests.support.serving import ByteText, say
 
 RESPONSES = "/v1/responses"
@@ -28,13 +27,6 @@ ASKS: dict[str, dict[str, Any]] = {
     COUNT: {"model": "m", "messages": [HI]},
 }
 PROMPT = b"user: hi\n"
-
-
-def parsed(reply: ClientResponse) -> dict[str, Any]:
-    """The body of a reply with status 200."""
-    assert reply.status == 200, reply.body
-    found: dict[str, Any] = json.loads(reply.body)
-    return found
 
 
 async def events(rig: Rig, path: str, **more: Any) -> list[dict[str, Any]]:

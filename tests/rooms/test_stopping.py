@@ -13,6 +13,8 @@ import pytest
 from moonserve.core.schedule.cost import Cost
 from moonserve.live.external.spec import InstanceSpec
 from moonserve.live.http.client import HttpClient, UpstreamError, sse_events
+from moonserve.live.process.fronts import ConductorProcess, FrontProcess
+from moonserve.live.process.gateway import Gateway
 from tests.support.engines import Engine
 from tests.support.fronts import before_engines
 from tests.support.inproc import site
@@ -36,6 +38,19 @@ async def events_of(
             seen.append(msgspec.json.decode(event))
             first.set()
     return seen
+
+
+async def before_engine(
+    role: str, token_s: float, stack: contextlib.AsyncExitStack
+) -> tuple[Engine, Gateway | ConductorProcess, Gateway | FrontProcess]:
+    """An engine, and what before_engines starts before it; `stack` stops all but what serves."""
+    engine = Engine("a", token_s=token_s)
+    await engine.start()
+    stack.push_async_callback(engine.stop)
+    specs = [InstanceSpec(name="a", url=engine.url, events="off")]
+    decides, serves = await before_engines(role, specs, shared=True)
+    stack.push_async_callback(decides.stop, 0)
+    return engine, decides, serves
 
 
 def assert_stopping(error: dict[str, Any]) -> None:
@@ -74,12 +89,7 @@ def test_requests_on_engines_end_with_an_error(role: str, tmp_path: Path) -> Non
 
     async def main() -> None:
         async with asyncio.timeout(30), contextlib.AsyncExitStack() as stack:
-            engine = Engine("a", token_s=0.05)
-            await engine.start()
-            stack.push_async_callback(engine.stop)
-            specs = [InstanceSpec(name="a", url=engine.url, events="off")]
-            decides, serves = await before_engines(role, specs, shared=True)
-            stack.push_async_callback(decides.stop, 0)
+            engine, decides, serves = await before_engine(role, 0.05, stack)
             http = HttpClient()
             stack.push_async_callback(http.close)
             url = f"http://127.0.0.1:{serves.port}"
@@ -113,12 +123,7 @@ def test_fronts_that_all_end_listen_until_their_streams_have_ended(others_go_on:
 
     async def main() -> None:
         async with asyncio.timeout(30), contextlib.AsyncExitStack() as stack:
-            engine = Engine("a", token_s=0.02)
-            await engine.start()
-            stack.push_async_callback(engine.stop)
-            specs = [InstanceSpec(name="a", url=engine.url, events="off")]
-            decides, serves = await before_engines("front", specs, shared=True)
-            stack.push_async_callback(decides.stop, 0)
+            _, _, serves = await before_engine("front", 0.02, stack)
             http = HttpClient()
             stack.push_async_callback(http.close)
             url = f"http://127.0.0.1:{serves.port}"

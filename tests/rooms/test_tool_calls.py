@@ -14,9 +14,8 @@ import msgspec
 import openai
 import pytest
 
-from moonserve.live.http.client import ClientResponse
 from moonserve.live.ports import Output
-from tests.support.gateway_rig import Rig, run
+from tests.support.gateway_rig import Rig, parsed, run
 from tests.support.serving import TOOL_TEMPLATE, ToolText, say
 
 CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
@@ -46,13 +45,6 @@ def rendered(messages: list[Any], tools: bool = True) -> bytes:
     """The prompt of a conversation, as the template makes it of OpenAI's form."""
     function = {"type": "function", "function": FUNCTION}
     return ToolText().render_chat(messages, [function] if tools else None).encode()
-
-
-def parsed(reply: ClientResponse) -> dict[str, Any]:
-    """The body of a reply with status 200."""
-    assert reply.status == 200, reply.body
-    found: dict[str, Any] = json.loads(reply.body)
-    return found
 
 
 async def events(rig: Rig, path: str, **more: Any) -> list[dict[str, Any]]:

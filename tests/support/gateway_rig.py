@@ -80,3 +80,10 @@ def run(
             assert (serving.open, gateway.metrics.in_flight, backend._live) == (0, 0, set())
 
     asyncio.run(main())
+
+
+def parsed(reply: ClientResponse) -> dict[str, Any]:
+    """The body of a reply with status 200."""
+    assert reply.status == 200, reply.body
+    found: dict[str, Any] = json.loads(reply.body)
+    return found
