@@ -1042,6 +1042,8 @@ def test_models_ready() -> None:
             ("org/big", 1_000_000),
         ]
         assert json.loads((await rig.get("/v1/models/org/big")).body)["id"] == "org/big"
+        reply = await rig.get("/v1/models/")
+        assert (reply.status, b"did you mean /v1/models?" in reply.body) == (404, True)
         assert (await rig.get("/ready")).status == 200
         rig.serving.cards = rig.serving.cards[1:]
         assert (await rig.get("/ready")).status == 503

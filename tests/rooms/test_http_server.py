@@ -262,6 +262,15 @@ def test_errors_have_openai_shape_and_the_request_id(
     ("path", "message"),
     [
         ("/v1/echo", "there is no path /v1/echo for POST; did you mean /echo?"),
+        ("/echo/", "there is no path /echo/ for POST; did you mean /echo?"),
+        ("//v1/v1//echo", "there is no path //v1/v1//echo for POST; did you mean /echo?"),
+        ("/openai/v1/echo", "there is no path /openai/v1/echo for POST; did you mean /echo?"),
+        ("/v1/bug", "there is no path /v1/bug for POST; did you mean GET /bug?"),
+        ("/v1", "there is no path /v1 for POST"),
+        (
+            "/v1/elsewhere/",
+            "there is no path /v1/elsewhere/ for POST; nor is /elsewhere here: use /echo",
+        ),
         ("/nowhere", "there is no path /nowhere for POST"),
         ("/elsewhere", "there is no path /elsewhere here: use /echo"),
     ],
@@ -275,6 +284,37 @@ def test_a_path_that_is_not_here_names_the_one_that_is(path: str, message: str) 
         assert json.loads(reply.body)["error"]["message"] == message
 
     run(use, absent={"/elsewhere": "use /echo"})
+
+
+def test_a_front_passes_on_what_is_not_like_a_path_of_its_own() -> None:
+    """Another process answers that. OPTIONS of a prefix makes no path exist."""
+
+    async def other(request: HttpRequest) -> Response:
+        return Response(body=b"other")
+
+    async def use(rig: Rig, server: Server, url: str) -> None:
+        rig.app.prefixes["OPTIONS", "/v1/"] = other
+        assert (await ask(url + "/v1/none/", "POST")).body == b"other"
+        reply = await ask(url + "/v1/bug", "POST")
+        assert (reply.status, b"did you mean GET /bug?" in reply.body) == (404, True)
+
+    run(use, fallback=other)
+
+
+def test_errors_below_messages_have_anthropics_shape() -> None:
+    """Also where nothing is served: Anthropic's clients read no other."""
+
+    async def use(rig: Rig, server: Server, url: str) -> None:
+        for path, kind in (
+            ("/v1/messages/batches", "not_found_error"),
+            ("/v1/messages/", "not_found_error"),
+            ("/v1/messages2", None),
+        ):
+            said = json.loads((await ask(url + path, "POST")).body)
+            assert said.get("type") == (kind and "error")
+            assert said["error"]["type"] == (kind or "invalid_request_error")
+
+    run(use)
 
 
 @pytest.mark.parametrize("given", ["x" * 128, "a.b_c:d@e-F9", "...", ".a"])

@@ -27,7 +27,7 @@ from moonserve.live.api.limiter import SMALL_BODY_BYTES, Limiter, Limits, networ
 from moonserve.live.drive.metrics import RequestMetrics
 from moonserve.live.health import Health
 from moonserve.live.http.message import HttpRequest, Response, StreamingResponse, json_response
-from moonserve.live.http.server import Handler, ProcessPart
+from moonserve.live.http.server import Handler, NotFound, ProcessPart
 from moonserve.live.openai.request import PATHS, SERVED_BY, BodyShape, Form
 from moonserve.live.ports import ModelCard
 
@@ -254,9 +254,10 @@ class Front:
         return json_response(ModelList([self._entry(card) for card in self._backend.cards()]))
 
     async def _one_model(self, request: HttpRequest) -> Response:
-        return json_response(
-            self._entry(self._backend.card(request.path.removeprefix(_MODELS + "/")))
-        )
+        name = request.path.removeprefix(_MODELS + "/")
+        if not name:
+            raise NotFound(f"there is no path {request.path}; did you mean {_MODELS}?")
+        return json_response(self._entry(self._backend.card(name)))
 
     async def _ready(self, request: HttpRequest) -> Response:
         alive = [card.name for card in self._backend.cards() if card.alive]

@@ -40,8 +40,6 @@ S = TypeVar("S", bound=msgspec.Struct)
 JSON = "application/json"
 MESSAGES = "/v1/messages"
 COUNT_TOKENS = "/v1/messages/count_tokens"
-_ANTHROPIC = (MESSAGES, COUNT_TOKENS)
-"""The paths whose errors have Anthropic's shape."""
 _NO_HEADERS: Mapping[str, str] = {}
 _NO_CACHE: Mapping[str, str] = MappingProxyType({"cache-control": "no-cache"})
 _RESEMBLES = 0.8
@@ -217,8 +215,11 @@ def decode_open(data: bytes, shape: type[S]) -> S:
 
 
 def shaped(path: str, status: int, body: ErrorBody) -> ErrorReply:
-    """Return an error as clients of this path expect it: OpenAI's shape, or Anthropic's."""
-    if path not in _ANTHROPIC:
+    """Return an error as clients of this path expect it: OpenAI's shape, or Anthropic's.
+
+    Anthropic's clients call paths below MESSAGES, also ones that are not served here.
+    """
+    if not f"{path}/".startswith(f"{MESSAGES}/"):
         return ErrorReply(body)
     kind = _MESSAGES_KINDS.get(status, "api_error" if status >= 500 else "invalid_request_error")
     return ErrorReply(msgspec.structs.replace(body, type=kind), "error")

@@ -126,6 +126,12 @@ def _check_head(version: str, headers: Mapping[str, str]) -> None:
         raise _Wrong(b"Content-Length has too many digits.")
 
 
+def _own_part(path: str) -> str:
+    """The path behind its last /v1, if it has one, without slashes too many."""
+    parts = "/".join(part for part in path.split("/") if part)
+    return f"/{parts}/".rpartition("/v1/")[2].strip("/")
+
+
 def address_of(peer: object) -> str:
     """Return the IP address in a socket's peer name as text; empty for a unix socket.
 
@@ -751,24 +757,33 @@ class App:
         if best:
             return self.prefixes[method, best]
         found = {m for m, known in self.routes if known == path}
-        found |= {m for m, prefix in self.prefixes if path.startswith(prefix)}
+        found |= {m for m, prefix in self.prefixes if path.startswith(prefix) and m != "OPTIONS"}
         if found:
             allowed = sorted(found | {"HEAD"} if "GET" in found else found)
             raise MethodNotAllowed(f"{path} accepts {', '.join(allowed)}, not {method}", allowed)
         if path in self._absent:
             raise NotFound(f"there is no path {path} here: {self._absent[path]}")
-        if self._fallback is not None:
+        meant = self._meant(method, path)
+        if self._fallback is not None and not meant:
             return self._fallback
-        raise NotFound(f"there is no path {path} for {method}{self._meant(method, path)}")
+        if not meant and _LIST in self.routes:
+            meant = "; GET /openapi.json lists all paths"
+        raise NotFound(f"there is no path {path} for {method}{meant}")
 
     def _meant(self, method: str, path: str) -> str:
-        """The path that a client meant who has left out /v1 or has added it twice, or where it
-        finds all paths."""
-        for known_method, known in self.routes:
-            has_end = known.endswith(path) or path.endswith(known)
-            if known_method == method and known != "/" and has_end:
-                return f"; did you mean {known}?"
-        return "; GET /openapi.json lists all paths" if _LIST in self.routes else ""
+        """What to say of the path that a client meant; empty: there is no such path here.
+
+        Clients leave out /v1, add it twice, add slashes, or have another host's path before it.
+        """
+        end = _own_part(path)
+        near = [route for route in self.routes if end and _own_part(route[1]) == end]
+        for known_method, known in sorted(near, key=lambda route: route[0] != method):
+            other = "" if known_method == method else f"{known_method} "
+            return f"; did you mean {other}{known}?"
+        for known, why in self._absent.items():
+            if _own_part(known) == end:
+                return f"; nor is {known} here: {why}"
+        return ""
 
     def _head(self, request: HttpRequest, reply: Response | StreamingResponse) -> bytes:
         second = int(time.time())
