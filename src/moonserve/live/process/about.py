@@ -28,9 +28,13 @@ _LINKS: Mapping[str, str] = {
     "/openapi.json": "every route, for programs",
 }
 """Path -> what is there; a page has those that its process serves."""
+_APIS = (
+    "It serves OpenAI's API below /v1/, with chats (/v1/chat/completions) and Responses"
+    " (/v1/responses), and Anthropic's Messages (/v1/messages)."
+)
 _WHAT = {
-    "gateway": "This is a moonserve gateway. It serves OpenAI's API below /v1/.",
-    "front": "This is a front of a moonserve cluster. It serves OpenAI's API below /v1/.",
+    "gateway": f"This is a moonserve gateway. {_APIS}",
+    "front": f"This is a front of a moonserve cluster. {_APIS}",
     "picker": "This is a moonserve endpoint picker. Proxies ask it by gRPC (ext_proc) which"
     " engine gets a request; clients ask the proxy.",
     "conductor": "This is the Conductor of a moonserve cluster. Clients ask its gateways.",
