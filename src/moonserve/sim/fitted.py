@@ -69,9 +69,9 @@ _STILL = 1e-5
 _ROUNDS = 3
 """The length of a step decides how many there were, and the other way round."""
 _LONG_US = 1e12
-_PACE_US = 30e6
+_PACE_US = 15e6
 """For so long the machine is taken to be equally fast: some passes of several requests."""
-_PACE_DOUBT_US = 2e6
+_PACE_DOUBT_US = 1e6
 """So much time of passes counts half as much as is known of it."""
 _MOST_PACES = 500
 _UNKNOWN_BYTES = 1_000
@@ -403,9 +403,9 @@ class _Fit:
         self._is_mixed = not self._work.keys().isdisjoint(self._decodes)
         self._step: Sequence[float] = LAPTOP_PASS[4:]
         self._speed = _Speed()
-        # If passes do both, a slow time looks like the cost of many requests: costs and speed of
-        # the machine are found in turns.
-        for _ in range(_ROUNDS if self._is_mixed else 1):
+        # A slow time has more requests in it, and so looks like the cost of many requests: costs
+        # and speed of the machine are found in turns.
+        for _ in range(_ROUNDS):
             self._cold_after_us = self._best_cold()
             self._cores = self._best_cores()
             self._cold_after_us = self._best_cold()
