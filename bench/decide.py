@@ -1,6 +1,7 @@
 """A whole decision, from a prompt's keys to the Prefill action, beside dynamo's SelectionService.
 
     python bench/decide.py [--dynamo PYTHON] [--quick]
+    python bench/decide.py --own [--dynamo PYTHON] [--quick]
     python bench/decide.py --forms [--quick]
 
 Ours is Conductor.step with kvcache_centric: match, every candidate's terms, policy, decode choice,
@@ -15,6 +16,7 @@ Four rows for each size:
   life    keys given, to the end: ours PrefillEnded and DecodeEnded, theirs select_and_reserve,
           prefill_complete and free_reservation
 
+--own runs what is like a live cluster only (see SETUPS), with 200,000 entries: some minutes.
 --forms compares the two forms of core, compiled and Python, instead of ours and dynamo's.
 
 Theirs opens several files for each instance: 4,096 of them need more than 20,000 (`ulimit -n`).
@@ -364,11 +366,18 @@ def bench(pythons: dict[str, str], args: tuple[int, int, int, str], rounds: int)
         )
 
 
+def _flag(name: str) -> bool:
+    """Whether this flag was given; it is taken off the command line."""
+    given = name in sys.argv
+    if given:
+        sys.argv.remove(name)
+    return given
+
+
 def main() -> None:
     """Run all sizes."""
-    forms = "--forms" in sys.argv
-    if forms:
-        sys.argv.remove("--forms")
+    forms = _flag("--forms")
+    own = _flag("--own")
     pythons, quick = asked(str(__doc__), "ai-dynamo-runtime, pyzmq and msgpack")
     if forms:
         pythons = dict.fromkeys(FORMS, sys.executable)
@@ -376,11 +385,12 @@ def main() -> None:
         from moonserve import CORE
 
         print(f"ours: {CORE.name}")
-    entries, queries, rounds = (200_000, 40, 7) if forms else (1_000_000, 100, 5)
+    entries, queries, rounds = (200_000, 40, 7) if forms or own else (1_000_000, 100, 5)
     if quick:
         entries, queries, rounds = 20_000, 10, 1
-    for instances in (8, 64) if quick else (8, 64, 1_024) if forms else (8, 64, 1_024, 4_096):
-        for setup in ("half", "own") if forms else SETUPS:
+    sizes = (8, 64) if quick else (8, 64, 1_024) if forms or own else (8, 64, 1_024, 4_096)
+    for instances in sizes:
+        for setup in ("own",) if own else ("half", "own") if forms else SETUPS:
             bench(pythons, (instances, entries, queries, setup), rounds)
 
 

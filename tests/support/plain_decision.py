@@ -42,14 +42,13 @@ def plain_decide(
     scores = policy.score(options, state)
     row = best_row(options, scores, policy, roles)
     ttft_us = options.transfer_us[row] + options.queue_us[row] + options.compute_us[row]
-    prefill = fast._Prefill(options, scores, row, prefills[row], ttft_us)
+    assert ttft_us == options.ttft_us[row]
+    prefill = fast._Prefill(options, scores, row)
     if tuning.cpp > 1:
         partners = prefills if roles.partners is None else roles.partners
         fast._share(prefill, ask, preferred(partners, ask.avoid), partners, tuning)
     decode = decode_for(ask, prefill, decodes, external, alone, policy, tuning, now_us)
-    field = fast._Field(
-        Prefills(prefills), Decodes(decodes), estimate, roles.held, external, alone=alone
-    )
+    field = fast._Field(Prefills(prefills), Decodes(decodes), estimate, roles.held, external, alone)
     made = fast._verdict(ask, field, prefill, decode, policy, state.advanced(), tuning)
     return made, options, scores
 

@@ -27,8 +27,6 @@ from itertools import compress
 from operator import attrgetter
 from typing import TypeAlias
 
-import msgspec
-
 from moonserve.core.kv.facts import Tier
 from moonserve.core.units import BlockKey, RequestId, SegmentId
 
@@ -607,16 +605,23 @@ def parting(
     return low
 
 
-class PromisedRun(msgspec.Struct):
+class PromisedRun:
     """Blocks that the same promised chains share, up to number `stop` of each chain."""
 
-    keys: Sequence[BlockKey]
-    """One of these chains, from its head."""
-    stop: int
-    counts: dict[SegmentId, int]
-    """Holder -> how many of the chains it was promised."""
-    after: dict[BlockKey, PromisedRun]
-    """The runs that follow, by their first key."""
+    def __init__(
+        self,
+        keys: Sequence[BlockKey],
+        stop: int,
+        counts: dict[SegmentId, int],
+        after: dict[BlockKey, PromisedRun],
+    ) -> None:
+        self.keys = keys
+        """One of these chains, from its head."""
+        self.stop = stop
+        self.counts = counts
+        """Holder -> how many of the chains it was promised."""
+        self.after = after
+        """The runs that follow, by their first key."""
 
 
 class PendingPrefixes:

@@ -97,9 +97,7 @@ class Account:
                 record = self._arrived(fact.request, fact.keys, now_us)
                 where = again if record.id in self._held else self._held
                 where[record.id] = record
-            elif isinstance(fact, Adopted):
-                self._adopted(fact, now_us)
-            elif isinstance(fact, (PrefillEnded, DecodeEnded)):
+            elif isinstance(fact, (DecodeEnded, PrefillEnded)):
                 held = self._held.get(fact.request)
                 if held is not None and held.number == fact.number:  # else of an earlier call
                     self._ended(held, fact, now_us)
@@ -107,6 +105,8 @@ class Account:
                 held = self._held.get(fact.request)
                 if held is not None and held.number == fact.number:
                     _failed(held, fact, now_us)
+            elif isinstance(fact, Adopted):
+                self._adopted(fact, now_us)
             elif isinstance(fact, Deposed):
                 deposed = True
         for action in actions:

@@ -177,16 +177,18 @@ class Conductor:
         """Clients that left and whose request may still be among this step's facts: ClientGone
         sorts before Arrived."""
         for fact in facts:
-            match fact:  # the most frequent first
-                case ClientGone(name) if name not in self._lives:
-                    gone.append(name)
-                case PrefillEnded() | DecodeEnded() | CallFailed() | ClientGone():
+            match fact:  # the most frequent first: a class that does not match takes time
+                case DecodeEnded() | PrefillEnded() | CallFailed():
                     self._go_on(fact, now_us)
                 case Arrived(request) if request.id in gone:
                     gone.remove(request.id)
                     self._actions.append(Release(request.id, ()))
                 case Arrived(request, keys):
                     self._arrive(request, keys, now_us)
+                case ClientGone(name) if name not in self._lives:
+                    gone.append(name)
+                case ClientGone():
+                    self._go_on(fact, now_us)
                 case OfBlocks() | SpreadUpTo() | Leading():
                     self.hot.take(fact)
                     if self._rooms and isinstance(fact, BlocksStored):
@@ -330,10 +332,10 @@ class Conductor:
     def _arrive(self, request: Request, keys: Sequence[BlockKey], now_us: Micros) -> None:
         assert request.id not in self._lives, "request ids are unique"
         life = Handoff(request, keys, request.since_us(now_us))
-        self._tenants.asked(request.party.name, request.length, now_us)
+        self._tenants.asked(life.party.name, request.length, now_us)
         self.retries.arrive(request, keys, now_us)
         self._lives[request.id] = life
-        self._under_way.take(request.party)
+        self._under_way.take(life.party)
         self._place(life, now_us)
 
     def _go_on(self, fact: LifeFact, now_us: Micros) -> None:
@@ -386,7 +388,7 @@ class Conductor:
         life.end()
         self._unreserve(life, now_us)
         del self._lives[request.id]
-        self._under_way.give(request.party)
+        self._under_way.give(life.party)
         self._parked.pop(request.id, None)
         self._paused.pop(request.id, None)
         if request.model in self._rooms:
@@ -411,7 +413,7 @@ class Conductor:
         request = fact.request
         life = Handoff.adopted(fact, request.since_us(now_us))
         self._lives[request.id] = life
-        self._under_way.take(request.party)
+        self._under_way.take(life.party)
         self.index.touch(life.keys)
         names = dict.fromkeys([*(share.instance for share in life.shares), fact.decision.decode])
         unknown = [name for name in names if name not in self.view.instances]
@@ -506,7 +508,7 @@ class Conductor:
             waited_us=now_us - life.arrived_us,
             expected_tokens=self._forecast.expected_tokens,
             whole=request.whole,
-            rank=self._under_way.rank(request.party),
+            rank=self._under_way.rank(life.party),
             slo=self._objectives.effective(request, prefills, now_us),
             avoid=life.failed,
             decode_load=self._forecast.load_for(request, life.length, now_us, len(roles.decodes)),
@@ -577,7 +579,7 @@ class Conductor:
             goal_us = None
         if request.id not in view.residencies.promised:
             self.retries.admit(request, life.prompt_keys)
-            self._tenants.given(request.party.name, life.length)
+            self._tenants.given(life.party.name, life.length)
         residency = self._forecast.promise(request, life.length, now_us + lag_us)
         residency.lag_us = lag_us
         view.promise_decode(request.id, self._forecast.context(life.length), goal_us, residency)

@@ -21,7 +21,7 @@ from typing import Final, TypeAlias
 
 from moonserve.core.engine.batch import Pass
 from moonserve.core.schedule.facts import PassSample, TransferSample
-from moonserve.core.units import Bytes, Micros, Tokens
+from moonserve.core.units import Bytes, Micros, Tokens, nearest
 
 
 class LinearFit:
@@ -217,7 +217,7 @@ class Cost:
         """Compute time of a prompt of `length`, `cached` of it loaded, in passes of `chunk`."""
         if length <= cached:
             return 0
-        return priced_us(self.pass_us, prefill_features(length, cached, chunk))
+        return priced_us(self.prompt_us, prefill_features(length, cached, chunk))
 
     def decode_step_us(self, seqs: int, context: Tokens) -> Micros:
         """One token for each of `seqs` requests whose context lengths sum to `context`."""
@@ -291,11 +291,20 @@ class Cost:
         """By which share a prediction of one pass may err; 0: it is exact."""
         self.pass_us = self._pass.coefficients()
         """Microseconds per (prefill base, new, square, past, decode base, sequence, context)."""
-        self.step_us = self.pass_us[4:]
-        self.load_us = self._transfer.coefficients()
+        base, new, square, past, step, seq, context = self.pass_us
+        self.prompt_us: PromptUs = (base, new, square, past)
+        self.step_us: StepUs = (step, seq, context)
+        load, byte = self._transfer.coefficients()
+        self.load_us: LoadUs = (load, byte)
         """Microseconds per (load, byte)."""
 
 
+PromptUs: TypeAlias = tuple[float, float, float, float]
+"""Those of Cost.pass_us that price a prefill. Of known length, as the next two: compiled code then
+reads the numbers without a call."""
+StepUs: TypeAlias = tuple[float, float, float]
+"""Those of Cost.pass_us that price a pass which only decodes."""
+LoadUs: TypeAlias = tuple[float, float]
 Features: TypeAlias = tuple[int, int, int, int]
 """Of a prefill: its passes, new tokens, their squares and what lies before them."""
 
@@ -310,16 +319,17 @@ def prefill_features(length: Tokens, cached: Tokens, chunk: Tokens) -> Features:
     return passes, new, length * length - cached * cached, past
 
 
-def priced_us(pass_us: Sequence[float], features: Features) -> Micros:
-    """The time of a prefill with these features; pass_us: see Cost. No coefficient that is lower,
-    and no feature, makes it higher."""
+def priced_us(prompt_us: PromptUs, features: Features) -> Micros:
+    """The time of a prefill with these features. No coefficient that is lower, and no feature,
+    makes it higher."""
+    per_pass, per_new, per_square, per_past = prompt_us
     passes, new, square, past = features
-    return round(pass_us[0] * passes + pass_us[1] * new + pass_us[2] * square + pass_us[3] * past)
+    return nearest(per_pass * passes + per_new * new + per_square * square + per_past * past)
 
 
-def loaded_us(load_us: Sequence[float], size: Bytes) -> Micros:
+def loaded_us(load_us: LoadUs, size: Bytes) -> Micros:
     """The time of a load of `size` bytes; nothing for nothing. load_us: see Cost."""
-    return round(load_us[0] + load_us[1] * size) if size else 0
+    return nearest(load_us[0] + load_us[1] * size) if size else 0
 
 
 def pass_sample(work: Pass, elapsed_us: Micros) -> PassSample:

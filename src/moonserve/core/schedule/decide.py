@@ -16,8 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import msgspec
-
 from moonserve.core.frozen import Frozen
 from moonserve.core.request import Slo
 from moonserve.core.schedule import connectors, search
@@ -74,32 +72,42 @@ class Verdict(Frozen, frozen=True):
     """What the policy remembers from now on."""
 
 
-class _Field(msgspec.Struct):
+class _Field:
     """The candidates of both roles."""
 
-    prefills: Prefills
-    decodes: Decodes
-    estimate: Estimate
-    held: Held
-    """How full their stores are."""
-    external: bool
-    """Whether they are external engines; all instances of a model are, or none is."""
-    alone: bool = False
-    """Whether a decode instance is to do all of it by itself."""
+    def __init__(
+        self,
+        prefills: Prefills,
+        decodes: Decodes,
+        estimate: Estimate,
+        held: Held,
+        external: bool,
+        alone: bool,
+    ) -> None:
+        self.prefills = prefills
+        self.decodes = decodes
+        self.estimate = estimate
+        self.held = held
+        """How full their stores are."""
+        self.external = external
+        """Whether they are external engines; all instances of a model are, or none is."""
+        self.alone = alone
+        """Whether a decode instance is to do all of it by itself."""
 
 
-class _Prefill(msgspec.Struct):
+class _Prefill:
     """The prefill instance, or the group, that was chosen."""
 
-    options: Options
-    scores: Sequence[float]
-    row: int
-    """Of the chosen instance; of a group, the first stage."""
-    last: InstanceView
-    """Where all KV is when the prefill has ended."""
-    ttft_us: Micros
-    group: Group | None = None
-    why_alone: str | None = None
+    def __init__(self, options: Options, scores: Sequence[float], row: int) -> None:
+        self.options = options
+        self.scores = scores
+        self.row = row
+        """Of the chosen instance; of a group, the first stage."""
+        self.last = options.views[row]
+        """Where all KV is when the prefill has ended."""
+        self.ttft_us = options.ttft_us[row]
+        self.group: Group | None = None
+        self.why_alone: str | None = None
 
     @property
     def first_us(self) -> Micros:
@@ -107,17 +115,18 @@ class _Prefill(msgspec.Struct):
         return self.ttft_us + self.last.cost.call_us
 
 
-class _Decode(msgspec.Struct):
+class _Decode:
     """The decode instance that was chosen."""
 
-    view: InstanceView
-    meets: bool
-    """Whether every objective is met there by what is promised now."""
-    likely_us: Micros
-    """Predicted TBT: the mean."""
-    most_us: Micros
-    """Predicted TBT after it has joined, at its expected final length. With a forecast: the highest
-    value."""
+    def __init__(self, view: InstanceView, meets: bool, likely_us: Micros, most_us: Micros) -> None:
+        self.view = view
+        self.meets = meets
+        """Whether every objective is met there by what is promised now."""
+        self.likely_us = likely_us
+        """Predicted TBT: the mean."""
+        self.most_us = most_us
+        """Predicted TBT after it has joined, at its expected final length. With a forecast: the
+        highest value."""
 
 
 def decide(
@@ -145,7 +154,7 @@ def _candidates(ask: Ask, roles: Roles, policy: Policy, tuning: Tuning) -> _Fiel
     decodes = roles.decodes.able(ask.length, ask.rank)
     if prefills is None or decodes is None:
         return None
-    block_size = prefills.views[0].info.namespace.block_size
+    block_size = prefills.views[0].block_size
     estimate = Estimate(ask, roles, block_size, policy.fetch, tuning)
     external = connectors.is_external(decodes.views[0])
     lone: Sequence[InstanceView] = ()
@@ -159,7 +168,7 @@ def _candidates(ask: Ask, roles: Roles, policy: Policy, tuning: Tuning) -> _Fiel
         prefills = found
     if ask.avoid:
         prefills = prefills.only(preferred(prefills.all(), ask.avoid))
-    return _Field(prefills, decodes, estimate, roles.held, external, alone=bool(lone))
+    return _Field(prefills, decodes, estimate, roles.held, external, bool(lone))
 
 
 def _choose_prefill(field: _Field, policy: Policy, state: PolicyState, now_us: Micros) -> _Prefill:
@@ -182,7 +191,7 @@ def _choose_prefill(field: _Field, policy: Policy, state: PolicyState, now_us: M
                 scores = policy.score(options, state)
                 row = views.index(best)
             row = _sparing(options, scores, policy, row, others, field.held)
-    return _Prefill(options, scores, row, options.views[row], options.ttft_us[row])
+    return _Prefill(options, scores, row)
 
 
 def _best(options: Options, scores: Sequence[float], policy: Policy, cut: int, held: Held) -> int:
@@ -201,11 +210,13 @@ def _best(options: Options, scores: Sequence[float], policy: Policy, cut: int, h
     """
     best = min(scores)
     if policy.times:
-        columns = zip(scores, options.views, options.transfer_us, options.compute_us, strict=True)
+        views = options.views
+        transfer_us = options.transfer_us
+        compute_us = options.compute_us
         ties = [
             row
-            for row, (score, view, transfer_us, compute_us) in enumerate(columns)
-            if score - best <= view.cost.error * (transfer_us + compute_us)
+            for row, score in enumerate(scores)
+            if score - best <= views[row].cost.error * (transfer_us[row] + compute_us[row])
         ]
     else:
         ties = [row for row, score in enumerate(scores) if score == best]

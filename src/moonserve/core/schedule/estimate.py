@@ -24,7 +24,7 @@ from moonserve.core.schedule.actions import Candidate
 from moonserve.core.schedule.cost import Cost, Features, loaded_us, prefill_features, priced_us
 from moonserve.core.schedule.ranking import number_of, row_of
 from moonserve.core.schedule.tuning import Tuning
-from moonserve.core.schedule.view import Decodes, Floor, InstanceView, Kind, Prefills, Shape
+from moonserve.core.schedule.view import Decodes, Floor, InstanceView, Kind, Prefills, PrefillShape
 from moonserve.core.units import Bytes, InstanceId, Micros, SegmentId, Tokens
 
 Fetch: TypeAlias = Literal["never", "threshold", "cheaper"]
@@ -49,7 +49,7 @@ def evicted(view: InstanceView, blocks: int, held: Held) -> int:
     """
     if not view.store_blocks:
         return 0
-    coming = view.promised_tokens // view.info.namespace.block_size
+    coming = view.promised_tokens // view.block_size
     return max(0, held(view.segment) + coming + blocks - view.store_blocks)
 
 
@@ -240,14 +240,14 @@ class Plan:
 
     def terms(self, cost: Cost) -> tuple[int, Micros, Micros]:
         """Blocks to start from, time to load those it lacks, time to compute the rest."""
-        compute_us = priced_us(cost.pass_us, self.features)
+        compute_us = priced_us(cost.prompt_us, self.features)
         if self.reused == self.local:
             return self.reused, 0, compute_us
         transfer_us = loaded_us(cost.load_us, self.size_bytes)
         if self.factor != 1.0:
             transfer_us = round(self.factor * transfer_us)
         if self.alone is not None:
-            alone_us = priced_us(cost.pass_us, self.alone)
+            alone_us = priced_us(cost.prompt_us, self.alone)
             if transfer_us + compute_us >= alone_us:
                 return self.local, 0, alone_us
         return self.reused, transfer_us, compute_us
@@ -287,7 +287,7 @@ class Estimate:
         """Leading blocks that each segment has, or will have."""
         longest = source(ask.match, None) if roles.racks else None
         self._home = roles.racks.get(longest, "") if longest is not None else ""
-        self._plans: dict[Shape, dict[int, Plan]] = {}
+        self._plans: dict[PrefillShape, dict[int, Plan]] = {}
         """By the blocks that an instance holds."""
         self._rests: dict[Tokens, Features] = {}
         """What is computed behind the longest prefix, by the tokens of a pass."""
@@ -308,7 +308,7 @@ class Estimate:
         now_us = options.now_us
         blocks = -1
         kind: Kind | None = None
-        shape: Shape | None = None
+        shape: PrefillShape | None = None
         plans: dict[int, Plan] = {}
         plan = NO_PLAN
         terms: tuple[int, Micros, Micros] = (0, 0, 0)
@@ -364,26 +364,25 @@ class Estimate:
         return min([self._least_us(floor, most) for floor in floors])
 
     def _least_us(self, floor: Floor, most: int) -> Micros:
-        chunk, _, _, fetches = floor.shape
+        shape = floor.shape
         best = self._best
-        alone_us = priced_us(floor.pass_us, self._least_features(most, chunk))
-        if best <= most or not fetches or self._fetch == "never":
+        alone_us = priced_us(floor.prompt_us, self._least_features(most, shape.chunk))
+        if best <= most or not shape.fetches or self._fetch == "never":
             return alone_us
-        size_bytes, factor = self._load(most, floor.shape)
+        size_bytes, factor = self._load(most, shape)
         load_us = loaded_us(floor.load_us, size_bytes)
         if factor != 1.0:
             load_us = round(factor * load_us)
-        rest_us = priced_us(floor.pass_us, self._rest(chunk))
+        rest_us = priced_us(floor.prompt_us, self._rest(shape.chunk))
         if self._fetch == "threshold" and best > most * self._threshold:
             return load_us + rest_us
         return min(alone_us, load_us + rest_us)
 
-    def _load(self, local: int, shape: Shape) -> tuple[Bytes, float]:
+    def _load(self, local: int, shape: PrefillShape) -> tuple[Bytes, float]:
         """The bytes that an instance lacks of the longest prefix, and how much longer a transfer
         takes there than within a rack."""
-        _, block_bytes, rack, _ = shape
-        crosses = self._home and rack not in ("", self._home)
-        return (self._best - local) * block_bytes, self._cross_rack if crosses else 1.0
+        crosses = self._home and shape.rack not in ("", self._home)
+        return (self._best - local) * shape.block_bytes, self._cross_rack if crosses else 1.0
 
     def _features(self, blocks: int, chunk: Tokens) -> Features:
         """The features of a prefill that starts from so many blocks."""
@@ -401,18 +400,18 @@ class Estimate:
             rest = self._rests[chunk] = self._features(self._best, chunk)
         return rest
 
-    def _plans_of(self, shape: Shape) -> dict[int, Plan]:
+    def _plans_of(self, shape: PrefillShape) -> dict[int, Plan]:
         plans = self._plans.get(shape)
         if plans is None:
             plans = self._plans[shape] = {}
         return plans
 
-    def _planned(self, local: int, shape: Shape) -> Plan:
+    def _planned(self, local: int, shape: PrefillShape) -> Plan:
         """What an instance of this shape does that holds so many blocks; kept in `_plans`."""
-        chunk, _, _, fetches = shape
+        chunk = shape.chunk
         best = self._best
         fetch = self._fetch
-        loads = best > local and fetches and fetch != "never"
+        loads = best > local and shape.fetches and fetch != "never"
         if fetch == "threshold" and best <= local * self._threshold:
             loads = False
         if loads:

@@ -18,6 +18,7 @@ from typing import TypeAlias
 
 import msgspec
 
+from moonserve.core.schedule.cost import StepUs
 from moonserve.core.schedule.external_load import NO_LOAD, ExternalLoad
 from moonserve.core.schedule.residency import BINS, PER_OCTAVE, Chance, Predictor, Residency
 from moonserve.core.units import MICROS_PER_SECOND, Micros, RequestId, Tokens
@@ -53,7 +54,7 @@ class Residencies:
         """The last walk, and what it depended on."""
         self._changes = 0
 
-    def walk(self, step: Sequence[float], predictor: Predictor, now_us: Micros) -> _Walk:
+    def walk(self, step: StepUs, predictor: Predictor, now_us: Micros) -> _Walk:
         """The hand-overs promised here, as of now."""
         passes = self.passes(now_us, step)
         of = (now_us, self._changes, self.external, step, predictor, predictor.learned)
@@ -61,7 +62,7 @@ class Residencies:
             self._walk = of, _Walk(self, step, predictor, now_us, passes)
         return self._walk[1]
 
-    def passes(self, now_us: Micros, step: Sequence[float]) -> float:
+    def passes(self, now_us: Micros, step: StepUs) -> float:
         """The passes so far; `step`: Cost.step_us."""
         if self.active:
             now_us = max(now_us, self._counted_us)
@@ -69,7 +70,7 @@ class Residencies:
         self._counted_us = now_us
         return self._passes
 
-    def step_us(self, step: Sequence[float], joining: Tokens | None = None) -> float:
+    def step_us(self, step: StepUs, joining: Tokens | None = None) -> float:
         """A pass with the decodes that run now, and with one more of context `joining`."""
         more = 0 if joining is None else 1
         base, per_seq, per_context = step
@@ -85,7 +86,7 @@ class Residencies:
             residency.lag_us = before.lag_us if before is not None else residency.lag_us
             self.promised[request] = residency
 
-    def begin(self, request: RequestId, now_us: Micros, step: Sequence[float]) -> None:
+    def begin(self, request: RequestId, now_us: Micros, step: StepUs) -> None:
         """The promised decode begins."""
         passes = self.passes(now_us, step)
         self._changes += 1
@@ -96,9 +97,7 @@ class Residencies:
         self.active[request] = residency
         self.context += residency.context
 
-    def resume(
-        self, request: RequestId, began_us: Micros, now_us: Micros, step: Sequence[float]
-    ) -> None:
+    def resume(self, request: RequestId, began_us: Micros, now_us: Micros, step: StepUs) -> None:
         """The promised decode runs since `began_us`, by the order of another Conductor.
 
         It has as many tokens as fit into that time by the present pass. It is no hand-over, by
@@ -112,7 +111,7 @@ class Residencies:
         residency.began_tokens = passes - (now_us - began_us) / self.step_us(step)
         residency.due_us = began_us
 
-    def unseen_us(self, lag_us: Micros, now_us: Micros, step: Sequence[float]) -> float:
+    def unseen_us(self, lag_us: Micros, now_us: Micros, step: StepUs) -> float:
         """The part of a pass, `lag_us` from now, of requests that have not arrived yet.
 
         Short requests overtake long ones. The rate of recent hand-overs, each with its lag,
@@ -128,7 +127,7 @@ class Residencies:
         ]
         return sum(ahead) / (now_us - self._begun[0][0])
 
-    def end(self, request: RequestId, now_us: Micros, step: Sequence[float]) -> Residency | None:
+    def end(self, request: RequestId, now_us: Micros, step: StepUs) -> Residency | None:
         """The decode is over, or will not come; returns the residency if it had begun."""
         self.passes(now_us, step)
         self._changes += 1
@@ -141,7 +140,7 @@ class Residencies:
 
 def forecast(
     residencies: Residencies,
-    step: Sequence[float],
+    step: StepUs,
     joining: Residency,
     predictor: Predictor,
     now_us: Micros,
@@ -206,7 +205,7 @@ class _Walk:
     def __init__(
         self,
         residencies: Residencies,
-        step: Sequence[float],
+        step: StepUs,
         predictor: Predictor,
         now_us: Micros,
         passes: float,
@@ -317,7 +316,7 @@ def _pass_us(
 
 def room_in_us(
     residencies: Residencies,
-    step: Sequence[float],
+    step: StepUs,
     joining: Tokens,
     goal_us: Micros,
     predictor: Predictor,

@@ -90,6 +90,7 @@ class Handoff:
 
     def __init__(self, request: Request, keys: Sequence[BlockKey], arrived_us: Micros) -> None:
         self.request = request
+        self.party = request.party
         self.arrived_us = arrived_us
         self.length: Tokens = request.length
         self.keys = tuple(keys)

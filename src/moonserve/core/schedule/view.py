@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from itertools import count
-from typing import TypeAlias, overload
+from typing import overload
 
 from moonserve.core.frozen import Frozen
 from moonserve.core.schedule.cost import Cost
@@ -22,7 +22,15 @@ from moonserve.core.schedule.observed import Trust
 from moonserve.core.schedule.ranking import Ranking, first_entry, number_of, row_of
 from moonserve.core.schedule.residency import Residency
 from moonserve.core.shares import extended
-from moonserve.core.units import Bytes, InstanceId, Micros, RequestId, SegmentId, Tokens
+from moonserve.core.units import (
+    Bytes,
+    InstanceId,
+    Micros,
+    RequestId,
+    SegmentId,
+    Tokens,
+    nearest,
+)
 
 NO_SEGMENT = SegmentId("")
 """Stands for the segment of an instance that has none; it holds nothing."""
@@ -36,25 +44,40 @@ _FINE = 1_024.0
 """A power of two: parts of a microsecond by which loads are told apart."""
 
 
-Shape: TypeAlias = tuple[Tokens, Bytes, str, bool]
-"""Tokens of a pass, bytes of a block, rack, and whether it loads prefixes of others."""
-
-
-class Kind:
-    """What the time for a prefill depends on, beside the work.
+class PrefillShape:
+    """What the work for a prefill depends on, beside the prompt and the prefix that is there.
 
     Compared by identity: ClusterView lets instances that are alike share one.
     """
 
+    __slots__ = ("block_bytes", "chunk", "fetches", "rack")
+
+    def __init__(self, info: InstanceInfo) -> None:
+        self.chunk: Tokens = info.chunk_tokens
+        """The most tokens of a pass."""
+        self.block_bytes: Bytes = info.block_bytes
+        self.rack: str = info.rack
+        self.fetches: bool = info.fetches
+        """Whether it loads prefixes of others."""
+
+    def is_like(self, other: PrefillShape) -> bool:
+        """Whether both are the same."""
+        return (
+            self.chunk == other.chunk
+            and self.block_bytes == other.block_bytes
+            and self.rack == other.rack
+            and self.fetches == other.fetches
+        )
+
+
+class Kind:
+    """What the time for a prefill depends on, beside the work. Shared as a shape is."""
+
     __slots__ = ("cost", "shape")
 
-    def __init__(self, info: InstanceInfo, cost: Cost) -> None:
+    def __init__(self, shape: PrefillShape, cost: Cost) -> None:
         self.cost = cost
-        self.shape: Shape = (info.chunk_tokens, info.block_bytes, info.rack, info.fetches)
-
-    def is_like(self, other: Kind) -> bool:
-        """Whether both depend on the same."""
-        return self.cost is other.cost and self.shape == other.shape
+        self.shape = shape
 
 
 class InstanceView:
@@ -69,7 +92,7 @@ class InstanceView:
         self.segment = info.segment or NO_SEGMENT
         """Where it keeps what it holds, for look-ups."""
         self.cost = cost or Cost()
-        self.kind = Kind(info, self.cost)
+        self.kind = Kind(PrefillShape(info), self.cost)
         self.load = InstanceLoad(free_blocks=info.kv_blocks)
         self.heard_us = now_us
         """When its last heartbeat came."""
@@ -77,7 +100,8 @@ class InstanceView:
         """Whether it gets no new work, by an operator's order."""
         self.trust = Trust()
         """How far its claims to hold prefixes are believed."""
-        self.kv_tokens = info.kv_blocks * info.namespace.block_size
+        self.block_size: Tokens = info.namespace.block_size
+        self.kv_tokens = info.kv_blocks * self.block_size
         """The most context that fits here."""
         size = info.block_bytes
         self.store_blocks = info.segment_bytes // size if size else 0
@@ -340,7 +364,7 @@ class InstanceView:
 
         All members share a pass, so it is the same for every one of them.
         """
-        return round(self.step_us() + self.cost.step_us[2] * joining)
+        return nearest(self.step_us() + self.cost.step_us[2] * joining)
 
     def step_us(self) -> float:
         """The part of `tbt_us` that does not depend on who joins."""
@@ -494,18 +518,25 @@ class Floor:
     """The lowest costs of instances whose kinds differ in nothing else; no coefficient is higher
     than that of any of them."""
 
-    __slots__ = ("load_us", "pass_us", "shape")
+    __slots__ = ("load_us", "prompt_us", "shape")
 
     def __init__(self, kind: Kind) -> None:
         self.shape = kind.shape
-        self.pass_us = kind.cost.pass_us
+        self.prompt_us = kind.cost.prompt_us
         self.load_us = kind.cost.load_us
 
     def lower(self, cost: Cost) -> None:
         """Go down to the coefficients of this cost where they are lower."""
-        if self.pass_us is not cost.pass_us:
-            self.pass_us = tuple(map(min, self.pass_us, cost.pass_us))
-            self.load_us = tuple(map(min, self.load_us, cost.load_us))
+        base, new, square, past = cost.prompt_us
+        mine = self.prompt_us
+        self.prompt_us = (
+            min(mine[0], base),
+            min(mine[1], new),
+            min(mine[2], square),
+            min(mine[3], past),
+        )
+        load, byte = cost.load_us
+        self.load_us = (min(self.load_us[0], load), min(self.load_us[1], byte))
 
 
 class Prefills(Role):
@@ -516,7 +547,7 @@ class Prefills(Role):
     ) -> None:
         self.ready: Ranking = Ranking([]) if whole is None else whole.ready
         """By InstanceView.ready_us: those that are free first come first."""
-        self.floors: dict[Shape, Floor] = {} if whole is None else whole.floors
+        self.floors: dict[PrefillShape, Floor] = {} if whole is None else whole.floors
         self.most_error: float = 0.0 if whole is None else whole.most_error
         """No instance's Cost.error is higher."""
         self._priced: list[tuple[float, ...]] = []
@@ -603,7 +634,7 @@ class Prefills(Role):
         for view in self.views:
             kind = view.kind
             floor = self.floors[kind.shape]
-            pairs = [*zip(floor.pass_us, kind.cost.pass_us, strict=True)]
+            pairs = [*zip(floor.prompt_us, kind.cost.prompt_us, strict=True)]
             pairs += zip(floor.load_us, kind.cost.load_us, strict=True)
             assert all(least <= own for least, own in pairs)
             assert kind.cost.error <= self.most_error
@@ -706,7 +737,7 @@ class Decodes(Role):
 
     def tbt_us(self, row: int, context: Tokens) -> Micros:
         """InstanceView.tbt_us of this row."""
-        return round(self._steps_us[row] + self._contexts_us[row] * context)
+        return nearest(self._steps_us[row] + self._contexts_us[row] * context)
 
     def beyond(self, limit_us: float, context: Tokens) -> int:
         """No entry of `load` from here on has a `tbt_us` within this limit."""
@@ -771,11 +802,11 @@ class ClusterView:
     def add(self, view: InstanceView) -> None:
         """Add or replace an instance, keeping id order so that ties fall the same way always."""
         for other in self.instances.values():
-            if other.kind.shape == view.kind.shape:
-                view.kind.shape = other.kind.shape  # the same object is found to be equal sooner
-            if other.kind.is_like(view.kind):
-                view.kind = other.kind
-                break
+            if other.kind.shape.is_like(view.kind.shape):
+                view.kind.shape = other.kind.shape
+                if other.cost is view.cost:
+                    view.kind = other.kind
+                    break
         view.turns = self._turns
         view.drained = self._drained.get(view.info.id) == view.info.epoch
         self.instances[view.info.id] = view
