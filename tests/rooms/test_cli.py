@@ -99,6 +99,7 @@ WORKER = ["worker", "--role", "both", "--name", "w0"]
         (["explain", "r1", "--url", "ftp://x"], "error: url: 'ftp://x' is no address"),
         (["up", "--kv-memory-bytes", "much"], "error: kv_memory_bytes: 'much' is not a size"),
         (["ask", "hi", "--url", "ftp://x"], "error: url: 'ftp://x' is no address"),
+        (["ask", "hi", "--url", "http://x/y"], "error: url: 'http://x/y' has a path; leave it out"),
         (["ask", "hi", "--url", "http://[::1"], "error: url: http://[::1: Invalid IPv6 URL"),
         (["store", "get", "ab", "--url", "http://[::1"], "error: url: 'http://[::1': Invalid IPv6"),
         (["store", "get", "ab", "--url", "x:1"], "error: url: 'x:1' is no address; write it like"),
@@ -447,6 +448,13 @@ def test_ask_names_the_page_only_where_it_is_served(
     result = run("ask", "Hello?", "--url", url)
     assert "prefill p0" in result.stderr
     assert "page" not in result.stderr
+
+
+@pytest.mark.parametrize("end", ["/", "/v1", "/v1/"])
+def test_a_url_may_end_as_openais_clients_write_it(url: str, end: str) -> None:
+    """All that is printed has the gateway's own address."""
+    result = CliRunner().invoke(cli, ["ask", "Hello?"], env={"MOONSERVE_URL": url + end})
+    assert f"page: {url}/ui#/requests/r1\n" in result.stderr
 
 
 def test_ask_json_is_one_object(url: str) -> None:

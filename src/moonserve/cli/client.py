@@ -6,6 +6,7 @@ that gateway; see cli.token.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from ssl import SSLContext, SSLError
@@ -35,10 +36,15 @@ T = TypeVar("T")
 _Command = TypeVar("_Command", bound=Callable[..., object])
 _URL = "http://127.0.0.1:8000"
 _VARIABLE = ENV_PREFIX + "URL"
+_VERSION = re.compile(r"(?<=[^/])/v1/*\Z")
+"""The /v1 at the end of a URL, but not a host of that name."""
 
 
 def url_option(whose: str) -> Callable[[_Command], _Command]:
-    """The address of the gateway that a command asks. whose: what may have that address."""
+    """The address of the gateway that a command asks. whose: what may have that address.
+
+    A /v1 at its end is dropped: OpenAI's clients want it there, so people have such URLs.
+    """
     return click.option(
         "--url",
         metavar="URL",
@@ -46,6 +52,7 @@ def url_option(whose: str) -> Callable[[_Command], _Command]:
         show_default=True,
         envvar=_VARIABLE,
         show_envvar=True,
+        callback=lambda _ctx, _param, url: _VERSION.sub("", url),
         help=whose,
     )
 
@@ -75,6 +82,8 @@ class Client:
         if "@" in parts.netloc:
             what = f"{without_password(url)!r} has a name or a password"
             raise ConfigError(f"{what}; leave them out, and set MOONSERVE_TOKEN", "url")
+        if parts.path.strip("/"):
+            raise ConfigError(f"{url!r} has a path; leave it out, as in {_URL}", "url")
         self._timeout_s = timeout_s
         self._host = parts.hostname
         self._context = context
