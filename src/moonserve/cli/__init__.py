@@ -14,6 +14,7 @@ from importlib import import_module
 import click
 
 from moonserve import CORE, __version__
+from moonserve.cli.usage import in_one_line
 from moonserve.core.errors import ConfigError, MoonserveError
 from moonserve.logs import LINES
 from moonserve.native import VARIABLE
@@ -96,35 +97,22 @@ class _Cli(click.Group):
         with formatter.section("Commands"):
             formatter.write_dl([(name, text) for name, (_, text) in _COMMANDS.items()])
 
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        with in_one_line():
+            return super().parse_args(ctx, args)
+
     def invoke(self, ctx: click.Context) -> object:
         try:
             if CORE.problem is not None:
                 raise ConfigError(CORE.problem, VARIABLE)
-            return super().invoke(ctx)
-        except click.NoSuchOption as err:
-            if not (owners := _commands_with(err.option_name)):
-                raise
-            path = "moonserve" if err.ctx is None else err.ctx.command_path
-            what = f"error: {err.option_name}: is no flag of `{path}`; give it to {owners}"
-            click.echo(what, err=True)
-            ctx.exit(2)
+            with in_one_line():
+                return super().invoke(ctx)
         except MoonserveError as err:
             LINES.flush()  # the error may name the lines above it
             click.echo(f"error: {err}", err=True)
             ctx.exit(2 if isinstance(err, ConfigError) else 1)
         except KeyboardInterrupt:
             ctx.exit(130)
-
-
-def _commands_with(flag: str) -> str:
-    """The commands that have the flag of this setting, in words; empty: it is no setting."""
-    from moonserve.config import all_flags
-
-    found = all_flags().get(flag.removeprefix("--").replace("-", "_"))
-    names = {"serve": "store serve"}
-    # a front is a gateway with --conductor
-    commands = set() if found is None else found.commands - {"front"}
-    return " or ".join(f"`moonserve {names.get(it, it)}`" for it in sorted(commands))
 
 
 @click.group(
