@@ -13,6 +13,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any, ClassVar
 
+import click
 import msgspec
 import pytest
 from click.testing import CliRunner, Result
@@ -468,6 +469,24 @@ def test_ask_names_the_page_only_where_it_is_served(
     result = run("ask", "Hello?", "--url", url)
     assert "prefill p0" in result.stderr
     assert "page" not in result.stderr
+
+
+def test_every_flag_shows_what_its_value_is() -> None:
+    """A TIME, a URL, a NAME: TEXT is for what a model reads only."""
+    texts = []
+
+    def look(command: click.Command, path: str) -> None:
+        context = click.Context(command, info_name=path)
+        flags = (it for it in command.params if isinstance(it, click.Option) and not it.is_flag)
+        texts.extend(f"{path} {it.opts[0]}" for it in flags if it.make_metavar(context) == "TEXT")
+        if isinstance(command, click.Group):
+            for name in command.list_commands(context):
+                below = command.get_command(context, name)
+                assert below is not None
+                look(below, f"{path} {name}")
+
+    look(cli, "moonserve")
+    assert texts == ["moonserve ask --system"]
 
 
 @pytest.mark.parametrize("end", ["/", "/v1", "/v1/"])

@@ -34,7 +34,13 @@ class _Drained(msgspec.Struct):
 @click.command()
 @click.argument("name")
 @click.option("--wait", is_flag=True, help="Return only when the instance is idle.")
-@click.option("--timeout", default=_DEADLINE, show_default=True, help="Longest wait, such as 90s.")
+@click.option(
+    "--timeout",
+    metavar="TIME",
+    default=_DEADLINE,
+    show_default=True,
+    help="Longest wait, such as 90s or 5m.",
+)
 @click.option("--resume", is_flag=True, help="Give the instance work again.")
 @url_option("A gateway, front or Conductor.")
 @json_option

@@ -64,7 +64,11 @@ def key() -> None:
     metavar="TIME",
     help="Shortest TTFT objective that it may ask for, such as 500ms.",
 )
-@click.option("--least-tbt-slo", metavar="TIME", help="Shortest TBT objective that it may ask for.")
+@click.option(
+    "--least-tbt-slo",
+    metavar="TIME",
+    help="Shortest TBT objective that it may ask for, such as 50ms.",
+)
 @settings_options("key")
 def create(
     config: Path | None,

@@ -49,7 +49,11 @@ def list_(as_json: bool) -> None:
 @click.argument("ref")
 @click.argument("folder", type=click.Path(file_okay=False, path_type=Path))
 @click.option(
-    "--dtype", default="float32", show_default=True, help="float32 or bfloat16, for the weights."
+    "--dtype",
+    metavar="NAME",
+    default="float32",
+    show_default=True,
+    help="float32 or bfloat16, for the weights.",
 )
 def export(ref: str, folder: Path, dtype: str) -> None:
     """Write REF (a name or a .gguf file) into FOLDER as Hugging Face's files.

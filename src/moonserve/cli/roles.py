@@ -275,10 +275,14 @@ def _config_of(
 @click.command()
 @click.option("--role", type=click.Choice(["prefill", "decode", "both"]), required=True)
 @click.option(
-    "--name", required=True, help="Name of the worker, unique in the cluster, such as p0."
+    "--name",
+    metavar="NAME",
+    required=True,
+    help="Name of the worker, unique in the cluster, such as p0.",
 )
 @click.option(
     "--gateway",
+    metavar="URL",
     show_default="http://127.0.0.1:8000",
     help="URL of the gateway to join.",
 )

@@ -112,7 +112,12 @@ def serve(
 
 
 @click.command()
-@click.option("--name", required=True, help="Name of the segment, unique in the pool, such as s0.")
+@click.option(
+    "--name",
+    metavar="NAME",
+    required=True,
+    help="Name of the segment, unique in the pool, such as s0.",
+)
 @listen_option("the segment's memory")
 @advertise_host_option
 @cards_option
