@@ -1,8 +1,12 @@
 """moonserve: an open implementation of Mooncake, KVCache-centric disaggregated LLM serving."""
 
-from pathlib import Path
+from moonserve.interrupt import quiet_while_importing
 
-from moonserve.native import choose
+quiet_while_importing()
+
+from pathlib import Path  # noqa: E402 - an interrupt of the imports is quiet from here on
+
+from moonserve.native import choose  # noqa: E402 - as above
 
 __version__ = "0.1.0"
 CORE = choose(Path(__file__).parent)

@@ -81,6 +81,35 @@ def test_runs_as_a_module() -> None:
     assert done.stdout.startswith("moonserve 0.")
 
 
+_INTERRUPTED = """
+import os, runpy, signal, sys
+class Interrupting:
+    def find_spec(self, name, *more):
+        if name == MODULE:
+            os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, Interrupting())
+sys.argv[0] = PROGRAM
+if PROGRAM == "-m":
+    runpy.run_module("moonserve", run_name="__main__")
+else:
+    from moonserve.cli import main
+    main()
+"""
+
+
+@pytest.mark.parametrize(
+    "module", ["moonserve.native", "moonserve.cli", "click", "moonserve.cli.ask"]
+)
+@pytest.mark.parametrize("program", ["-m", "/usr/bin/moonserve"])
+def test_an_interrupted_start_ends_quietly(program: str, module: str) -> None:
+    """Whatever is imported just then; the code is that of an interrupted program."""
+    code = _INTERRUPTED.replace("PROGRAM", repr(program)).replace("MODULE", repr(module))
+    done = subprocess.run(
+        [sys.executable, "-c", code, "ask", "--help"], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
 WORKER = ["worker", "--role", "both", "--name", "w0"]
 
 

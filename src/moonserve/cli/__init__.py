@@ -16,6 +16,7 @@ import click
 from moonserve import CORE, __version__
 from moonserve.cli.usage import in_one_line
 from moonserve.core.errors import ConfigError, MoonserveError
+from moonserve.interrupt import INTERRUPTED, importing_ended
 from moonserve.logs import LINES
 from moonserve.native import VARIABLE
 
@@ -103,6 +104,7 @@ class _Cli(click.Group):
 
     def invoke(self, ctx: click.Context) -> object:
         try:
+            importing_ended()
             if CORE.problem is not None:
                 raise ConfigError(CORE.problem, VARIABLE)
             with in_one_line():
@@ -112,7 +114,7 @@ class _Cli(click.Group):
             click.echo(f"error: {err}", err=True)
             ctx.exit(2 if isinstance(err, ConfigError) else 1)
         except KeyboardInterrupt:
-            ctx.exit(130)
+            ctx.exit(INTERRUPTED)
 
 
 @click.group(
