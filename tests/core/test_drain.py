@@ -51,7 +51,8 @@ def test_a_drained_cluster_refuses_and_serves_again(policy: str) -> None:
     assert isinstance(refuse, Refuse)
     assert (refuse.reason, refuse.why) == (
         "nobody_alive",
-        "no instance for model m gets new work; drained: d0, p0; `moonserve drain d0 --resume`",
+        "no instance for model m gets new work; drained: d0, p0;"
+        " `moonserve drain NAME --resume` for each",
     )
     conductor.step(2, [order("d0", drains=False)])
     refuse, _ = conductor.step(3, [arrived()])
@@ -62,6 +63,20 @@ def test_a_drained_cluster_refuses_and_serves_again(policy: str) -> None:
     [prefill] = conductor.step(4, [order("p0", drains=False), arrived()])
     assert isinstance(prefill, Prefill)
     conductor.view.check()
+
+
+def test_a_refusal_names_the_first_drained_instances_and_how_many_more() -> None:
+    """A large cluster would make it long. One that can prefill is enough."""
+    names = [f"p{i}" for i in range(5)]
+    conductor = Conductor(Tuning())
+    conductor.step(0, [Joined(info(name, "prefill")) for name in names])
+    conductor.step(1, [Joined(info("d0", "decode"))])
+    refuse, _ = conductor.step(2, [*map(order, names), arrived()])
+    assert isinstance(refuse, Refuse)
+    assert refuse.why == (
+        "no prefill instance for model m gets new work; drained: p0, p1, p2 and 2 more;"
+        " `moonserve drain NAME --resume` for one of them"
+    )
 
 
 def test_an_order_holds_for_one_start() -> None:

@@ -127,7 +127,7 @@ def test_an_order_may_be_taken_back() -> None:
             await until_idle(at, "p0")
             with pytest.raises(
                 AssertionError,
-                match=r"no instance .*; drained: d0, p0; `moonserve drain d0 --resume`",
+                match=r"no instance .*; drained: d0, p0; `moonserve drain NAME --resume` for each",
             ):
                 await at.tokens(PROMPT, 2)
             await call(at, "POST", "/api/instances/p0/resume")
@@ -184,6 +184,7 @@ def test_a_drain_that_leaves_nobody_for_a_role_warns() -> None:
             prefill, decode = health["alarms"]
             assert prefill.startswith("all instances that prefill for model ")
             assert "are drained: p0, p1; new requests wait up to --wait-ready, and" in prefill
+            assert "until `moonserve drain NAME --resume` for one of them, or" in prefill
             assert "`moonserve drain d0 --resume`" in decode
             _, status = await call(at, "POST", "/api/instances/p1/resume")
             assert status["warning"] == ""

@@ -95,7 +95,8 @@ def test_the_error_names_the_drained_instances_of_the_model() -> None:
         with pytest.raises(NobodyAlive) as caught:
             Models(loop).of("m")
         assert str(caught.value) == (
-            "no instance for model m gets new work; drained: d0, p0; `moonserve drain d0 --resume`"
+            "no instance for model m gets new work; drained: d0, p0;"
+            " `moonserve drain NAME --resume` for each"
         )
         with pytest.raises(ModelNotFound):
             Models(loop).of("unknown")

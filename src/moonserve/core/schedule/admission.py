@@ -35,6 +35,8 @@ from moonserve.core.schedule.view import ClusterView, InstanceView, allowed
 from moonserve.core.schedule.waiting import Waiter, WaitingRoom
 from moonserve.core.units import MICROS_PER_SECOND, InstanceId, Micros, Tokens
 
+_NAMED = 3
+"""The most instances that an error names."""
 _LEAST = itemgetter(0, 1, 2)
 
 
@@ -205,9 +207,22 @@ def _lacking(model: str, view: ClusterView, among: Sequence[InstanceId]) -> str:
 def all_drained(model: str, names: Sequence[InstanceId], role: str = "") -> str:
     """Why no request of this model is served; names: of the drained instances; role: ends with a
     space, empty: all roles."""
-    named = ", ".join(names)
-    remedy = f"`moonserve drain {names[0]} --resume`"
-    return f"no {role}instance for model {model} gets new work; drained: {named}; {remedy}"
+    remedy = resume_command(names, "one of them" if role else "each")
+    drained = f"drained: {first_names(names)}"
+    return f"no {role}instance for model {model} gets new work; {drained}; {remedy}"
+
+
+def first_names(names: Sequence[str]) -> str:
+    """The first of these names, and how many more there are: an error stays readable."""
+    more = len(names) - _NAMED
+    return ", ".join(names[:_NAMED]) + (f" and {more} more" if more > 0 else "")
+
+
+def resume_command(names: Sequence[str], which: str) -> str:
+    """What gives drained instances work again; which: of several, those that it takes."""
+    if len(names) == 1:
+        return f"`moonserve drain {names[0]} --resume`"
+    return f"`moonserve drain NAME --resume` for {which}"
 
 
 class DecodeEntry:

@@ -17,6 +17,7 @@ from typing import Literal, TypeAlias
 import msgspec
 
 from moonserve.core.errors import BadRequest
+from moonserve.core.schedule.admission import first_names, resume_command
 from moonserve.core.schedule.facts import Draining
 from moonserve.core.schedule.view import InstanceView
 from moonserve.core.units import InstanceId
@@ -83,9 +84,9 @@ class Drains:
                     names = sorted(str(view.info.id) for view in able)
                     found.append(
                         f"all instances that {part} for model {model} are drained:"
-                        f" {', '.join(names)}; new requests wait up to"
+                        f" {first_names(names)}; new requests wait up to"
                         " --wait-ready, and then get a 503, until"
-                        f" `moonserve drain {names[0]} --resume`, or until another one joins"
+                        f" {resume_command(names, 'one of them')}, or until another one joins"
                     )
         return found
 
