@@ -14,12 +14,13 @@ import pytest
 
 from moonserve.core.errors import EngineFailed
 from moonserve.live.engine.fake import fake_cost
+from moonserve.live.http.auth import bearer
 from moonserve.live.http.client import sse_events
 from moonserve.live.model.catalog import DEFAULT_MODEL, resolve
 from moonserve.live.text.grammar import Grammars, check_schema
 from moonserve.live.text.tokenizer import load_tokenizer
 from tests.support.gateway_rig import Rig, run
-from tests.support.inproc import Site, site
+from tests.support.inproc import TOKEN, Site, site
 
 CHAT = "/v1/chat/completions"
 HI: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}]}
@@ -110,7 +111,8 @@ def test_a_worker_without_the_package_is_named(
 def test_a_schema_that_fails_at_a_worker_is_the_fault_of_the_request(
     schema: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The client gets a 400 after one attempt: every other worker would fail as well."""
+    """The client gets a 400 after one attempt, with the field, and the cluster has not failed:
+    every other worker would fail as well."""
     pytest.importorskip("llguidance")
     monkeypatch.setattr("moonserve.live.api.own_text.check_schema", lambda *asked: None)
     tokenizer = load_tokenizer(resolve(DEFAULT_MODEL).path)
@@ -128,8 +130,14 @@ def test_a_schema_that_fails_at_a_worker_is_the_fault_of_the_request(
             assert reply.status == 400, reply.body
             error = json.loads(reply.body)["error"]
             assert error["code"] == "json_schema_failed"
-            assert error["message"].startswith("response_format and tool_choice: the JSON schema")
+            field = "response_format.json_schema.schema"
+            assert error["param"] == field
+            assert error["message"].startswith(f"{field}: the JSON schema")
             assert "its text would have no end" in error["message"]
+            path = f"/api/decisions/{reply.headers['x-request-id']}"
+            shown = await it.http.request("GET", it.url + path, headers=bearer(TOKEN), timeout_s=20)
+            record = json.loads(shown.body)
+            assert (record["outcome"], record["attempts"]) == ("engine answered 400", 1)
 
     asyncio.run(main())
 

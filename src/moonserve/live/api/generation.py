@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable
 
-from moonserve.core.errors import EngineFailed
+from moonserve.core.errors import BadRequest, EngineFailed
 from moonserve.core.request import Request, TokenLogprobs
 from moonserve.core.units import RequestId, Tokens
 from moonserve.live.api.exchange import Exchange
@@ -19,6 +19,7 @@ from moonserve.live.openai.reply import Usage, Writer
 from moonserve.live.openai.text import TextStream
 from moonserve.live.ports import Output
 from moonserve.live.text.calls import CallReader, FoundCall
+from moonserve.live.text.grammar import of_schema
 from moonserve.live.text.tools import TokenText
 
 
@@ -34,14 +35,17 @@ class Generation:
         arrived_s: float,
         follows: bool = False,
         calls: CallReader | None = None,
+        schema_field: str = "",
     ) -> None:
         """follows: whether it is a further choice, whose prompt and TTFT are counted already.
-        calls: takes calls of tools out of its text; None: it has none."""
+        calls: takes calls of tools out of its text; None: it has none. schema_field: the field of
+        the body that has its JSON schema."""
         self.request = request
         self.finish_reason: str | None = None
         self._source = source
         self._text = TextStream(text, request.stopping.stop, request.stopping.min_tokens)
         self._calls = calls
+        self._schema_field = schema_field
         self._metrics = metrics
         self._last_s = arrived_s
         self._loop = asyncio.get_running_loop()
@@ -62,6 +66,8 @@ class Generation:
             output = await anext(self._source)
         except StopAsyncIteration:
             raise EngineFailed("the generation ended without a finish reason") from None
+        except BadRequest as error:
+            raise of_schema(error, self._schema_field) from None
         self._count(output)
         if output.finish_reason is None:
             text = self._text.feed(output.token_ids)

@@ -159,6 +159,7 @@ class OwnText:
             http.arrived_s,
             follows,
             _call_reader(fields),
+            openai.schema_fields(fields)[1],
         )
 
     async def _several(

@@ -301,8 +301,6 @@ class RequestDriver(Generic[PieceT]):
                 busy = None if self._lost is None or self._pieces else self._lost.busy
                 if busy is not None:
                     raise Passed(busy)
-                if self._lost is not None and self._lost.refused is not None:
-                    raise self._lost.refused
                 if self._lost is not None and self._lost.package_missing:
                     raise PackageMissing(why + self._pointer())
                 raise gave_up(action, self._pointer())
@@ -319,8 +317,7 @@ class RequestDriver(Generic[PieceT]):
         try:
             piece = await self.inbox.until_lost(self._call(action))
         except Passed as passed:
-            self._end(f"engine answered {passed.answer.status}")
-            self._lives = True  # set again, so that `aclose` sends ClientGone
+            self._end_refused(passed.answer.status)
             raise
         except Exception as error:  # noqa: BLE001 - a bug in a call is a failed call, and logged
             await self._fail(error)
@@ -390,9 +387,13 @@ class RequestDriver(Generic[PieceT]):
 
     async def _fail(self, error: Exception, final: str = "") -> None:
         """Report a failed call. The Conductor answers with its next action, unless `final` is a
-        reason why no other call can take its place."""
+        reason why no other call can take its place. Raises BadRequest if the request is wrong."""
         assert self._called is not None, "a call was out"
         await self._calls.stop()
+        if isinstance(error, CallLost) and error.refused is not None:
+            log.info("%s: %s", self._request.id, error.in_full)
+            self._end_refused(error.refused.status)
+            raise error.refused
         if isinstance(error, MoonserveError):
             lost = CallLost.of(error)
             log.warning(
@@ -457,6 +458,11 @@ class RequestDriver(Generic[PieceT]):
                 died=died,
             )
         )
+
+    def _end_refused(self, status: int) -> None:
+        """Note the end of a request that an instance refused: that is no failure of the cluster."""
+        self._end(f"engine answered {status}")
+        self._lives = True  # set again, so that `aclose` sends ClientGone
 
     def _end(self, outcome: str | None) -> None:
         """Note the end. It comes before the client gets the last piece, because the client may

@@ -168,6 +168,13 @@ class Grammar:
         return BadRequest(f"{FIELDS}: the JSON schema {why}", code=SCHEMA_FAILED)
 
 
+def of_schema(error: BadRequest, field: str) -> BadRequest:
+    """A worker's error about a schema as one about the field that has it; others as they are."""
+    if error.code != SCHEMA_FAILED:
+        return error
+    return BadRequest(str(error).replace(FIELDS, field, 1), field, SCHEMA_FAILED)
+
+
 class Grammars:
     """Makes the grammars of one tokenizer. Threads may share it."""
 
