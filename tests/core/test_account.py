@@ -124,7 +124,8 @@ def test_a_record_has_the_time_of_each_stage() -> None:
 
 
 def test_a_record_names_the_calls_that_failed() -> None:
-    """Where, when and why; a call that was replaced before fails no more."""
+    """Where, when and why, and what the instance said; a call that was replaced before fails no
+    more."""
     told, who = Told(), RequestId("r")
     told.step(10, Arrived(Request(who, "m", 40), ()))
     lost = {"length": 40, "keys": (), "retry": True}
@@ -133,12 +134,12 @@ def test_a_record_names_the_calls_that_failed() -> None:
     record = told.account.find(who)
     assert record is not None
     told.step(30, PrefillEnded(who, record.number, final=False))
-    told.step(70, CallFailed(who, record.number, "d0 hangs", **lost))  # type: ignore[arg-type]
+    told.step(70, CallFailed(who, record.number, "d0 hangs", said="busy", **lost))  # type: ignore[arg-type]
     first = record.failed[0].instance
     assert first in ("p0", "p1")
     assert record.failed == (
         FailedCall(first, False, 10, 20, "closed"),
-        FailedCall(InstanceId("d0"), True, 30, 70, "d0 hangs"),
+        FailedCall(InstanceId("d0"), True, 30, 70, "d0 hangs", "busy"),
     )
 
 

@@ -18,6 +18,7 @@ from moonserve.core.errors import DeadlineExceeded, EngineFailed
 from moonserve.core.kv.facts import BlocksStored
 from moonserve.core.kv.keys import chain_keys
 from moonserve.core.schedule.facts import Connector, Fact, PrefillEnded, Role
+from moonserve.core.schedule.shown import explained
 from moonserve.core.schedule.tuning import Tuning
 from moonserve.core.units import InstanceId
 from moonserve.live.drive import external, lease
@@ -27,6 +28,7 @@ from moonserve.live.drive.lost import CallLost, plain, refusal
 from moonserve.live.external.member import Page, RankPage
 from moonserve.live.external.monitor import POOL
 from moonserve.live.http.client import ClientResponse, UpstreamError
+from moonserve.show.explain import lines
 from tests.support.external_site import SHORT, Site, run
 from tests.support.fake_vllm import spoken
 from tests.support.records import record_of
@@ -463,6 +465,24 @@ def test_addresses_of_engines_stay_here(address: str) -> None:
     assert plain(CallLost("e answered 500"), name) == "e answered 500"
 
 
+@pytest.mark.parametrize(
+    ("detail", "said"),
+    [
+        ("out of memory\n at 10.0.0.1:80", "out of memory at (an address)"),
+        ('{"error":{"message":"it can\'t load \\"m\\"","code":500}}', 'it can\'t load "m"'),
+        ('{"detail":"x' + "y" * 500, "x" + "y" * 299),
+        (f"wrong input='{PROMPT}' here", "wrong input=(a quotation) here"),
+        (f'{{"detail":[{{"input":"{PROMPT}"', '{"detail":[{"input":(a quotation)'),
+        ("", ""),
+    ],
+)
+def test_operators_see_an_engines_message_without_what_may_be_the_prompt(
+    detail: str, said: str
+) -> None:
+    """It is short, and has no addresses and no long quotation."""
+    assert CallLost("e answered 500", detail=detail).said == said
+
+
 def test_an_engine_without_the_path_is_named_as_that() -> None:
     """Frameworks answer so for a path that they do not have; a missing model has a message."""
     said = msgspec.json.decode(refusal(404, b'{"detail":"Not Found"}', "rerank"))["error"]
@@ -511,10 +531,11 @@ def test_a_4xx_of_an_engine_has_no_address(
 
 @pytest.mark.parametrize("status", [401, 403, 500, 503])
 @pytest.mark.parametrize("stream", [False, True])
-def test_the_text_of_an_engines_failure_is_in_the_log_only(
+def test_the_text_of_an_engines_failure_is_for_operators_only(
     status: int, stream: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Such a text may have parts of keys and paths. The log names the request."""
+    """Such a text may have parts of keys and paths. The log names the request, and so may its
+    explanation."""
 
     async def use(site: Site) -> None:
         site.engines["a"].statuses += [status] * 3
@@ -524,6 +545,9 @@ def test_the_text_of_an_engines_failure_is_in_the_log_only(
         assert b"127.0.0.1" not in reply.body
         [line, *_] = [it.getMessage() for it in caplog.records if "told to" in it.getMessage()]
         assert line.startswith(f"r-9: the call to a failed: a answered {status}: ")
+        shown = explained(record_of(site.conductor, "r-9"), lambda us: us)
+        assert shown.said == "a: told to"
+        assert "the instance whose call failed last said: a: told to" in lines(shown)
 
     run(use, *ONE)
 

@@ -23,6 +23,8 @@ def lines(told: Explanation) -> Iterator[str]:
         yield told.spread
     if told.error is not None and told.error != told.why:
         yield f"error: {told.error}"
+    if told.said is not None:
+        yield f"the instance whose call failed last said: {told.said}"
     if told.policy is None:
         return
     yield ""

@@ -285,5 +285,5 @@ def _failed(record: Record, fact: CallFailed, now_us: Micros) -> None:
     if decision is None or began_us is None:
         return
     instance = decision.decode if decodes else fact.member or decision.prefill
-    call = FailedCall(instance, decodes, began_us, now_us, fact.why)
+    call = FailedCall(instance, decodes, began_us, now_us, fact.why, fact.said)
     record.failed = (*record.failed, call)[-KEPT_CALLS:]

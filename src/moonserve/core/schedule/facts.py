@@ -266,6 +266,8 @@ class CallFailed(_OfRequest, frozen=True, tag=True):
     died: int = 0
     """The epoch of that instance if it had the call, and nothing listens at its address any more;
     0: that is not known."""
+    said: str = ""
+    """What the instance itself said, for operators."""
 
 
 class ClientGone(_OfRequest, frozen=True, tag=True):

@@ -95,6 +95,8 @@ class FailedCall(msgspec.Struct, frozen=True):
     began_us: Micros
     ended_us: Micros
     why: str
+    said: str = ""
+    """What the instance itself said, for operators."""
 
 
 class Record(msgspec.Struct, eq=False):

@@ -30,6 +30,11 @@ _HOST = re.compile(
     r"|(?:[A-Za-z0-9-]+\.)+[A-Za-z][A-Za-z0-9-]*(?=:\d))(?::\d{1,5})?(?![\w.]\w)"
 )
 _ADDRESS = "(an address)"
+_MESSAGE = re.compile(r'"(?:message|detail)"\s*:\s*"((?:[^"\\]|\\.)*)')
+_QUOTED = re.compile(r"""(?<!\w)(["'])(?:(?!\1)[^\\]|\\.){21,}(?:\1|\Z)""", re.DOTALL)
+"""A quotation of more than 20 characters, also one whose end is cut off: it may be of a prompt."""
+_READ_CHARS = 1_000
+_SAID_CHARS = 300
 
 
 def without_addresses(text: str) -> str:
@@ -133,6 +138,15 @@ class CallLost(MoonserveError):
         if isinstance(error, UpstreamError) and not error.sent:
             return CallLost("it cannot be reached", detail=str(error), unreachable=True)
         return CallLost(str(error), broke=isinstance(error, UpstreamError))
+
+    @property
+    def said(self) -> str:
+        """What operators see of `detail` beside the request: a message without long quotations."""
+        detail = self.detail[:_READ_CHARS]
+        message = _MESSAGE.search(detail)
+        text = detail if message is None else message[1].replace('\\"', '"')
+        text = without_addresses(_QUOTED.sub("(a quotation)", text))
+        return " ".join(text.replace("\\n", " ").split())[:_SAID_CHARS]
 
     @property
     def in_full(self) -> str:

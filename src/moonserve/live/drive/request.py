@@ -456,6 +456,7 @@ class RequestDriver(Generic[PieceT]):
                 unreachable=lost.unreachable,
                 member=lost.member,
                 died=died,
+                said=lost.said,
             )
         )
 
