@@ -6,7 +6,7 @@ a generation would have.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TypeAlias
 
 import msgspec
@@ -23,7 +23,7 @@ from moonserve.live.openai.request import (
     parse_chat,
     parse_completion,
 )
-from moonserve.live.openai.unserved import UNTOUCHED, Refused, is_any_of, refuse_unless
+from moonserve.live.openai.unserved import UNTOUCHED, is_any_of
 from moonserve.live.text.tools import TextTools
 
 
@@ -64,6 +64,7 @@ class _TokenizeBody(msgspec.Struct):
     prompt: msgspec.Raw = UNTOUCHED
     messages: msgspec.Raw = UNTOUCHED
     tools: msgspec.Raw = UNTOUCHED
+    tool_choice: msgspec.Raw = UNTOUCHED
     return_token_strs: bool | None = None
 
 
@@ -77,7 +78,11 @@ class _TokenList(msgspec.Struct):
 
 
 _Prompt: TypeAlias = ChatRequest | CompletionRequest
-_TOOLS = Refused(([],), "send messages instead of a prompt")
+_OF_MESSAGES: Mapping[str, tuple[object, ...]] = {
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+}
+"""Fields that go with messages only -> their values that ask for nothing."""
 _HARMLESS = {"add_special_tokens": (True,)}
 TOKENIZE_SHAPE = BodyShape(TokenizeRequest, harmless=_HARMLESS)
 DETOKENIZE_SHAPE = BodyShape(DetokenizeRequest)
@@ -96,7 +101,11 @@ def parse_tokenize(body: bytes, max_messages: int, max_ids: Tokens) -> tuple[_Pr
         return parse_chat(body, max_messages), texts
     if sent.prompt is UNTOUCHED:
         raise BadRequest("prompt or messages: is missing", "prompt")
-    refuse_unless("tools", sent.tools, _TOOLS)
+    for name, harmless in _OF_MESSAGES.items():
+        given = getattr(sent, name)
+        if given is not UNTOUCHED and not is_any_of(bytes(given), harmless):
+            what = "goes with messages, not with a prompt; send messages, or leave it out"
+            raise BadRequest(f"{name}: {what}", name, "unsupported_parameter")
     return parse_completion(body, max_ids), texts
 
 
