@@ -314,7 +314,9 @@ def test_a_model_whose_template_has_no_place_for_tools(path: str) -> None:
         error = json.loads((await rig.post(path, body)).body)["error"]
         assert (error["code"], error["param"]) == ("model_without_tools", "tools")
         assert "chat template of 'm'" in error["message"]
-        turns = [HI, {"role": "tool", "content": "x"}]
+        call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+        result = {"role": "tool", "content": "x", "tool_call_id": "a"}
+        turns = [HI, {"role": "assistant", "tool_calls": [call]}, result]
         reply = await rig.post("/v1/chat/completions", {**chat, "messages": turns})
         error = json.loads(reply.body)["error"]
         assert (error["code"], error["param"]) == ("model_without_tools", "messages")

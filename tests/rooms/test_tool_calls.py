@@ -426,6 +426,10 @@ def _call(**more: Any) -> dict[str, Any]:
     return {"id": "a", "function": {"name": "f", "arguments": "{}"}, **more}
 
 
+def _named(name: str) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name}}
+
+
 TOO_BIG = {"a": msgspec.Raw(b"1e999")}
 
 
@@ -439,7 +443,37 @@ def _used(input: Any) -> dict[str, Any]:
         (CHAT, {"tools": {}}, "tools"),
         (CHAT, {"tools": [{"type": "custom"}]}, "tools[0].type"),
         (CHAT, {"tools": [{"type": "function"}]}, "tools[0].function"),
-        (CHAT, {"tools": [{"type": "function", "function": {"name": ""}}]}, "tools[0]"),
+        (CHAT, {"tools": [_named("")]}, "tools[0].function.name"),
+        (CHAT, {"tools": [_named("a" * 65)]}, "tools[0].function.name"),
+        (CHAT, {"tools": [_named("a.b")]}, "tools[0].function.name"),
+        (CHAT, {"tools": [CHAT_TOOL, _named("f"), CHAT_TOOL]}, "tools[2].function.name"),
+        (RESPONSES, {"tools": [{"type": "function", "name": "a b"}]}, "tools[0].name"),
+        (RESPONSES, {"tools": [RESPONSES_TOOL] * 2}, "tools[1].name"),
+        (MESSAGES, {"tools": [{**MESSAGES_TOOL, "name": "a" * 129}]}, "tools[0].name"),
+        (MESSAGES, {"tools": [MESSAGES_TOOL] * 2}, "tools[1].name"),
+        (COUNT, {"tools": [MESSAGES_TOOL] * 2}, "tools[1].name"),
+        (CHAT, _said(role="tool", content="x"), "messages[1].tool_call_id"),
+        (CHAT, _said(role="tool", content="x", tool_call_id="b"), "messages[1].tool_call_id"),
+        (
+            CHAT,
+            {
+                "messages": [
+                    {"role": "tool", "content": "x", "tool_call_id": "a"},
+                    *_said(role="assistant", tool_calls=[_call()])["messages"],
+                ]
+            },
+            "messages[0].tool_call_id",
+        ),
+        (
+            RESPONSES,
+            {"input": [{"type": "function_call_output", "call_id": "a", "output": "x"}]},
+            "input[0].call_id",
+        ),
+        (
+            MESSAGES,
+            _said(role="user", content=[{"type": "tool_result", "tool_use_id": "a"}]),
+            "messages[1].content[0].tool_use_id",
+        ),
         (CHAT, {"tools": [CHAT_TOOL] * 257}, "tools"),
         (CHAT, {"tools": [{**CHAT_TOOL, "x": "y" * 600_000}]}, "tools"),
         (CHAT, {"tools": [], "tool_choice": "required"}, "tool_choice"),

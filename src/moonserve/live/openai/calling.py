@@ -7,7 +7,7 @@ is decoded once its length is known. Every refusal is a BadRequest that names th
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, Literal, TypeAlias, TypeVar
 
 import msgspec
@@ -20,7 +20,8 @@ _TOOLS_BYTES: Bytes = 256 << 10
 """More JSON than the tools of a coding agent have."""
 _CHOICE_BYTES: Bytes = 1 << 10
 _MAX_TOOLS = 256
-_MAX_NAME_CHARS = 256
+_NAME = re.compile(r"[A-Za-z0-9_-]+")
+_NAME_CHARS = 64
 _TYPE_PATH = re.compile(r"tools\[(\d+|\.\.\.)\]\.type")
 _T = TypeVar("_T")
 
@@ -97,21 +98,39 @@ def chat_tools(tools: msgspec.Raw, choice: msgspec.Raw) -> tuple[list[Tool], Too
         return [], "auto"
     found = decode_tools(tools, _ChatTools).tools or []
     chosen = decode_choice(choice, _ChatToolChoice).tool_choice or "auto"
-    check_tools([tool.function.name for tool in found])
+    check_tools([tool.function.name for tool in found], "function.name")
     check_choice(chosen, found)
     return found, chosen
 
 
-def check_tools(names: Sequence[str]) -> None:
-    """Raise BadRequest for too many tools, or one whose name is no good."""
+def check_tools(names: Sequence[str], field: str = "name", most: int = _NAME_CHARS) -> None:
+    """Raise BadRequest for too many tools, or a name that is no good or that two tools have.
+
+    field: the one of a tool that has its name; most: characters of a name.
+    """
     if len(names) > _MAX_TOOLS:
         raise BadRequest(f"tools: at most {_MAX_TOOLS}", "tools")
+    seen: dict[str, int] = {}
     for i, name in enumerate(names):
-        if not 1 <= len(name) <= _MAX_NAME_CHARS:
-            where = f"tools[{i}]"
-            raise BadRequest(
-                f"{where}: its name must have 1 to {_MAX_NAME_CHARS} characters", where
-            )
+        where = f"tools[{i}].{field}"
+        if len(name) > most or _NAME.fullmatch(name) is None:
+            what = f"must have 1 to {most} of the characters A-Z, a-z, 0-9, _ and -"
+            raise BadRequest(f"{where}: {what}, not {name[:80]!r}", where)
+        if seen.setdefault(name, i) != i:
+            what = f"tools[{seen[name]}] has the name {name!r} too; names must differ"
+            raise BadRequest(f"{where}: {what}", where)
+
+
+def check_result(call: str | None, known: Collection[str], path: str) -> None:
+    """Raise BadRequest for what a tool returned, if no call before it has that id.
+
+    call: the id, which the body has at `path`; known: the ids of the calls before it.
+    """
+    if call is None:
+        raise BadRequest(f"{path}: is missing", path)
+    if call not in known:
+        what = f"no call before it has the id {call[:80]!r}; send the message with that call too"
+        raise BadRequest(f"{path}: {what}", path)
 
 
 def check_choice(choice: ToolChoice, tools: Sequence[Tool]) -> None:

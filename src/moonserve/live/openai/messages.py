@@ -9,7 +9,7 @@ the text of the result.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
@@ -24,6 +24,7 @@ from moonserve.live.openai.calling import (
     Tool,
     ToolChoice,
     check_choice,
+    check_result,
     check_tools,
     decode_choice,
     decode_tools,
@@ -54,6 +55,8 @@ from moonserve.live.openai.unserved import COUNT_TOKENS, MESSAGES, UNTOUCHED
 from moonserve.live.text.calls import FoundCall
 
 _FIELD = "messages"
+_NAME_CHARS = 128
+"""The longest name of a tool, as at Anthropic."""
 _BLOCKS = {"user": ("text", "tool_result"), "assistant": ("text", "tool_use")}
 """Role -> the blocks that its messages may have."""
 _NEEDED = {
@@ -216,13 +219,19 @@ def _conversation(sent: _CountFields | _MessagesFields, max_messages: int) -> li
     if sent.system is not None:
         check_parts(sent.system, "system")
         messages.append(Message("system", sent.system))
+    called: set[str] = set()
     for i, message in enumerate(sent.messages):
-        messages += _plain(message, f"{_FIELD}[{i}]")
+        for plain in _plain(message, f"{_FIELD}[{i}]", called):
+            called.update(call.id for call in plain.tool_calls or ())
+            messages.append(plain)
     return messages
 
 
-def _plain(message: BlockMessage, path: str) -> Iterator[Message]:
-    """One message as those of a chat: results of tools have their own. Raises BadRequest."""
+def _plain(message: BlockMessage, path: str, called: Collection[str]) -> Iterator[Message]:
+    """One message as those of a chat: results of tools have their own. Raises BadRequest.
+
+    called: the ids of the calls before it.
+    """
     check_role(message.role, path, _BLOCKS)
     content = message.content
     if content is None or isinstance(content, str):
@@ -234,6 +243,7 @@ def _plain(message: BlockMessage, path: str) -> Iterator[Message]:
         if block.type == "tool_result":
             result = block.content or ""
             check_parts(result, f"{path}.content[{i}].content")
+            check_result(block.tool_use_id, called, f"{path}.content[{i}].tool_use_id")
             yield Message("tool", result, tool_call_id=block.tool_use_id)
     texts: list[ContentPart] = [block for block in content if block.type == "text"]
     calls = [
@@ -259,7 +269,7 @@ def _tool_fields(sent: _CountFields | _MessagesFields) -> dict[str, Any]:
     if sent.tools is UNTOUCHED and sent.tool_choice is UNTOUCHED:
         return {}
     sent_tools = decode_tools(sent.tools, _MessagesTools).tools or []
-    check_tools([tool.name for tool in sent_tools])
+    check_tools([tool.name for tool in sent_tools], most=_NAME_CHARS)
     tools = [
         Tool("function", Function(tool.name, tool.description, tool.input_schema))
         for tool in sent_tools

@@ -27,7 +27,13 @@ from moonserve.core.errors import BadRequest
 from moonserve.core.request import Penalties, Sampling, Shaping, Stopping
 from moonserve.core.units import Bytes, Tokens, whole_number
 from moonserve.live.http.message import COUNT_TOKENS, MESSAGES, decode_json
-from moonserve.live.openai.calling import Tool, ToolChoice, call_schema, chat_tools
+from moonserve.live.openai.calling import (
+    Tool,
+    ToolChoice,
+    call_schema,
+    chat_tools,
+    check_result,
+)
 from moonserve.live.openai.unserved import CHAT, COMPLETION, UNTOUCHED, is_any_of
 from moonserve.live.text.grammar import ANY_OBJECT
 
@@ -773,8 +779,13 @@ def check_messages(
     field: the field of the body that has it; most: messages; parts: types of content parts.
     """
     check_count(messages, field, most)
+    called: set[str] = set()
     for i, message in enumerate(messages):
         _check_message(message, f"{field}[{i}]", roles, parts)
+        if message.role == "tool":
+            check_result(message.tool_call_id, called, f"{field}[{i}].tool_call_id")
+        if message.tool_calls:
+            called.update(call.id for call in message.tool_calls)
 
 
 def check_count(messages: Sequence[object], field: str, most: int) -> None:

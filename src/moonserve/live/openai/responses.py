@@ -24,6 +24,7 @@ from moonserve.live.openai.calling import (
     Tool,
     ToolChoice,
     check_choice,
+    check_result,
     check_tools,
     decode_choice,
     decode_tools,
@@ -205,8 +206,12 @@ def _messages(sent: _ResponseFields, most: int) -> list[Message]:
         return [Message("user", sent.input)]
     check_count(sent.input, _FIELD, most)
     messages: list[Message] = []
+    called: set[str] = set()
     for i, item in enumerate(sent.input):
         message = _message(item, f"{_FIELD}[{i}]")
+        if message.role == "tool":
+            check_result(message.tool_call_id, called, f"{_FIELD}[{i}].call_id")
+        called.update(call.id for call in message.tool_calls or ())
         before = messages[-1] if messages else None
         if message.tool_calls and before is not None and before.role == "assistant":
             before.tool_calls = [*(before.tool_calls or ()), *message.tool_calls]
