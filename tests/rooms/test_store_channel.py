@@ -26,7 +26,9 @@ from moonserve.live.http.message import HttpRequest, Response
 from moonserve.live.http.server import App, Server, serve
 from moonserve.live.http.switch import Switch
 from moonserve.live.rpc.connection import CALL, DONE, HEAD, HELLO, NOTICES, ConnectionLimits
-from moonserve.live.store.local import LocalPool, member_connection
+from moonserve.live.store import operations, wire
+from moonserve.live.store.link import MasterEnded, MasterLink
+from moonserve.live.store.local import LocalPool, MemberConnection
 from moonserve.live.store.remote import HttpRpc, RemotePool
 from moonserve.live.store.server import MasterService
 from moonserve.live.store.wire import PATH, PROTOCOL
@@ -79,7 +81,7 @@ class Site:
         raise KeyError("bug")
 
     async def _switch(self, request: HttpRequest) -> Switch:
-        return Switch(PROTOCOL, member_connection(self.answer, limits=self.limits))
+        return Switch(PROTOCOL, MemberConnection(self.answer, set(), limits=self.limits))
 
     async def start(self, port: int = 0) -> None:
         self.server = await serve(App({("GET", PATH): self._switch}), "127.0.0.1", port)
@@ -125,6 +127,36 @@ async def until(true: Callable[[], bool]) -> None:
     async with asyncio.timeout(5):
         while not true():
             await asyncio.sleep(0.001)
+
+
+def test_a_master_that_ends_in_order_causes_no_warning(caplog: pytest.LogCaptureFixture) -> None:
+    """It says so while it still serves. The loss of another start that did not say so warns."""
+
+    async def main() -> None:
+        pool = LocalPool(MasterService(Master(Terms(), 1), lambda: 0), lambda events: None)
+        server = await serve(App(pool.routes()), "127.0.0.1", 0)
+        http = HttpClient()
+        rpc = HttpRpc(http, f"http://127.0.0.1:{server.port}", "")
+        link = MasterLink(rpc, 1.0)
+        call = wire.PutAbortCall([])
+        await link.call(operations.PUT_ABORT, call)
+        pool.ends()
+        await link.call(operations.PUT_ABORT, call)
+        await server.stop(0)
+        with pytest.raises(MasterEnded, match=r"cannot connect|connection lost"):
+            await link.call(operations.PUT_ABORT, call)
+        await link.attempt(operations.PUT_ABORT, call)
+        assert not caplog.records
+        server = await serve(App(pool.routes()), "127.0.0.1", server.port)
+        await link.call(operations.PUT_ABORT, call)
+        await server.stop(0)
+        await link.attempt(operations.PUT_ABORT, call)
+        [warning] = caplog.records
+        assert warning.getMessage().startswith("store master: put_abort failed: ")
+        await http.close()
+
+    caplog.set_level(logging.WARNING)
+    asyncio.run(asyncio.wait_for(main(), 20))
 
 
 def test_many_calls_at_once_share_one_connection() -> None:
@@ -342,7 +374,7 @@ def test_a_master_that_hangs_is_late_whatever_the_call_waits_for() -> None:
         (HEAD.pack(7, 5, CALL | 4) + b"echoone", "its first frame is no hello"),
         (
             HEAD.pack(17, 0, HELLO) + b"moonserve-store/9",
-            "it speaks 'moonserve-store/9', not 'moonserve-store/2'",
+            "it speaks 'moonserve-store/9', not 'moonserve-store/3'",
         ),
     ],
 )

@@ -27,7 +27,7 @@ from moonserve.live.http.server import App, Server, serve
 from moonserve.live.http.switch import Switch
 from moonserve.live.ports import KVStore
 from moonserve.live.store.client import StoreClient, StoreSettings
-from moonserve.live.store.local import member_connection
+from moonserve.live.store.local import MemberConnection
 from moonserve.live.store.mooncake import MooncakeSettings, MooncakeStore
 from moonserve.live.store.remote import HttpRpc
 from moonserve.live.store.reports import POOL
@@ -91,7 +91,7 @@ class Pool:
         return self.service.handle(op, body)
 
     async def _switch(self, request: HttpRequest) -> Switch:
-        return Switch(PROTOCOL, member_connection(lambda op, body: self.service.handle(op, body)))
+        return Switch(PROTOCOL, MemberConnection(self.service.handle, set()))
 
     async def client(self, name: str, room: int = ROOM, **more: object) -> StoreClient:
         """Another client."""

@@ -229,6 +229,10 @@ class Control(ProcessPart):
         await self._pool.close()
         self._conductor.stop()
 
+    def ends(self) -> None:
+        """See ProcessPart."""
+        self._pool.ends()
+
     async def _health_route(self, request: HttpRequest) -> Response:
         """200: this process is well; alarms about other processes stand beside that."""
         said: dict[str, Any] = {"status": "ok", "alarms": open_alarms(self._health)}

@@ -1016,5 +1016,8 @@ class ProcessPart:
     async def start(self, port: int) -> None:
         """Called once the process listens at `port`. Raises MoonserveError, as `prepare`."""
 
+    def ends(self) -> None:
+        """Called when the process begins to end; it still serves until `stop`."""
+
     async def stop(self) -> None:
         """Called when the server listens no more, also after a `prepare` or `start` that failed."""

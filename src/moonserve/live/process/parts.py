@@ -178,6 +178,8 @@ class Process:
         other processes listen at its port and go on, it leaves that at once: clients and workers
         connect to those.
         """
+        for part in self._parts:
+            part.ends()
         leaves = self._shared and others_go_on
         if self._front is not None and leaves:
             self._front.stop_waiting()

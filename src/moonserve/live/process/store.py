@@ -127,6 +127,7 @@ async def run_master(config: MasterConfig, say: Say = say) -> None:
         if recovering and not master.stats().recovering:
             recovering = False
             say(f"recovered {_counted(master)}")
+    pool.ends()
     if registry is not None:
         await registry.close()
     await server.stop(0)

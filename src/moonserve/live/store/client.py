@@ -29,7 +29,7 @@ from moonserve.core.units import MAX_BYTES, BlockKey, Bytes, LeaseId, SegmentId
 from moonserve.live.store import operations, wire
 from moonserve.live.store.copying import Copier, Write
 from moonserve.live.store.disk import open_disk
-from moonserve.live.store.link import FAILURES, MasterLink, now_us, text, to_the_end
+from moonserve.live.store.link import FAILURES, MasterLink, log_failure, now_us, to_the_end
 from moonserve.live.store.link import Rpc as Rpc
 from moonserve.live.store.owner import Owner
 from moonserve.live.store.settings import StoreSettings as StoreSettings
@@ -179,7 +179,7 @@ class StoreClient:
                 call = wire.FindCall(batch, lease, self._segment)
                 reply = await self.link.call(operations.FIND, call)
             except FAILURES as error:
-                log.warning("store master: find failed: %s", text(error))
+                log_failure("find", error)
                 break
             self._learn(reply.addresses)
             found += reply.found
@@ -303,7 +303,7 @@ class StoreClient:
             try:
                 outcomes = await self._write(batch, lease, parent, options)
             except FAILURES as error:  # started puts end by their time to live
-                log.warning("store master: put failed: %s", text(error))
+                log_failure("put", error)
                 break
             exist += sum(isinstance(it, Exists | Ticket) for it in outcomes)
             parent = batch[-1][0]

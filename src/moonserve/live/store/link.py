@@ -15,7 +15,7 @@ from typing import Any, Final, TypeVar
 
 import msgspec
 
-from moonserve.core.errors import MoonserveError, Recovering
+from moonserve.core.errors import MoonserveError, Recovering, StoreError
 from moonserve.core.store.owners import RecentWrites
 from moonserve.core.store.words import Address, Terms
 from moonserve.core.units import MICROS_PER_SECOND, Micros, SegmentId, seconds_to_us
@@ -33,6 +33,12 @@ May raise MoonserveError or OSError.
 
 FAILURES: Final = (MoonserveError, OSError)  # TimeoutError is an OSError
 _AGAIN_S = 0.05
+
+
+class MasterEnded(StoreError):
+    """A call failed after the master had said that its process ends."""
+
+
 _CLAIM_EVERY_S = 1.0
 _TIDY_EVERY_US: Micros = MICROS_PER_SECOND
 _KEPT_US: Micros = 30 * MICROS_PER_SECOND
@@ -78,9 +84,8 @@ class MasterLink:
         try:
             await self.call(operation, call)
         except FAILURES as error:
-            # When the whole cluster stops, the master is gone first, and forgets by itself.
-            level = logging.DEBUG if operation is operations.UNMOUNT else logging.WARNING
-            log.log(level, "store master: %s failed: %s", operation.name, text(error))
+            is_expected = operation is operations.UNMOUNT  # a master that is gone forgets by itself
+            log_failure(operation.name, error, is_expected)
 
     async def claim(self) -> None:
         """Report to the master what it may not know: puts and removals of the last half minute."""
@@ -109,6 +114,16 @@ class MasterLink:
 def now_us() -> Micros:
     """The time of the loop's clock, which recent writes and copies use."""
     return seconds_to_us(_now_s())
+
+
+def log_failure(what: str, error: BaseException, is_expected: bool = False) -> None:
+    """Log that something failed at the master: a warning, unless that was to be expected.
+
+    When a whole cluster stops, the master says that it ends, and is gone before its members.
+    """
+    is_expected = is_expected or isinstance(error, MasterEnded)
+    level = logging.DEBUG if is_expected else logging.WARNING
+    log.log(level, "store master: %s failed: %s", what, text(error))
 
 
 def text(error: BaseException) -> str:

@@ -31,14 +31,30 @@ _LIMITS = ConnectionLimits(unread_bytes=2 * wire.MAX_REPLY_BYTES)
 _encode = msgspec.msgpack.Encoder().encode
 
 
-def member_connection(
-    answer: Answer, peer: str = "store master: a member", limits: ConnectionLimits = _LIMITS
-) -> RpcConnection:
+class MemberConnection(RpcConnection):
     """The master's end of one member's connection. It reads no calls while the member does not
     read replies."""
-    return RpcConnection(
-        peer, PROTOCOL, answer=answer, limits=limits, accepted=True, holds_back=True
-    )
+
+    def __init__(
+        self,
+        answer: Answer,
+        members: set[MemberConnection],
+        peer: str = "store master: a member",
+        limits: ConnectionLimits = _LIMITS,
+    ) -> None:
+        """members: those that can be notified; this one is among them while it is open."""
+        super().__init__(
+            peer, PROTOCOL, answer=answer, limits=limits, accepted=True, holds_back=True
+        )
+        self._members = members
+
+    def opened(self) -> None:
+        """See RpcConnection."""
+        self._members.add(self)
+
+    def lost(self) -> None:
+        """See RpcConnection."""
+        self._members.discard(self)
 
 
 class LocalPool(Pool):
@@ -57,6 +73,7 @@ class LocalPool(Pool):
         self.service = service
         self._on_events = on_events
         self._events = events
+        self._members: set[MemberConnection] = set()
         self._new_copies: dict[SegmentId, asyncio.Event] = {}
         """By mounted segment that has beaten: set when there are new copies to make to it."""
 
@@ -88,6 +105,11 @@ class LocalPool(Pool):
         self._pass_events()
         return known
 
+    def ends(self) -> None:
+        """See Pool.ends."""
+        for connection in self._members:
+            connection.notify(wire.Ending())
+
     def tick(self) -> None:
         """Let time pass at the master; see Pool.tick."""
         self.service.reap()
@@ -104,7 +126,7 @@ class LocalPool(Pool):
     async def _channel(self, request: HttpRequest) -> Switch:
         if request.headers.get("upgrade") != PROTOCOL:
             raise BadRequest(f"{PATH} is for members of the store that speak {PROTOCOL}", "upgrade")
-        return Switch(PROTOCOL, member_connection(self.answer))
+        return Switch(PROTOCOL, MemberConnection(self.answer, self._members))
 
     def answer(self, op: str, body: bytes) -> bytes | Coroutine[Any, Any, bytes]:
         """Run one operation of a member. Raises BadRequest."""

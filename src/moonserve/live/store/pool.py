@@ -43,6 +43,10 @@ class Pool(Protocol):
         May raise MoonserveError or OSError.
         """
 
+    def ends(self) -> None:
+        """The process begins to end: a master in it says so to its members."""
+        return
+
     def tick(self) -> None:
         """Let time pass at a master in this process; to be called about twice a second."""
 

@@ -28,13 +28,13 @@ from moonserve.core.errors import (
 from moonserve.core.kv.facts import BlockEvent, BlocksCleared
 from moonserve.core.units import BlockKey, LeaseId, SegmentId
 from moonserve.live.http.auth import bearer
-from moonserve.live.http.client import HttpClient, check_url
+from moonserve.live.http.client import HttpClient, UpstreamError, check_url
 from moonserve.live.http.message import ErrorReply, HttpRequest, Response, json_response
 from moonserve.live.http.server import Handler
 from moonserve.live.rpc.connection import ConnectionLimits, RpcConnection
 from moonserve.live.rpc.switching import Callee, switched
 from moonserve.live.store import operations, wire
-from moonserve.live.store.link import FAILURES, MasterLink, text
+from moonserve.live.store.link import FAILURES, MasterEnded, MasterLink, text
 from moonserve.live.store.pool import Pool
 from moonserve.live.store.wire import PATH, PROTOCOL
 
@@ -53,6 +53,17 @@ _MASTER = Callee("store's master", _URL, StoreError)
 _LIMITS = ConnectionLimits(frame_bytes=wire.MAX_REPLY_BYTES)
 
 
+class _MasterConnection(RpcConnection):
+    """The member's end of a connection to the master."""
+
+    peer_ends = False
+    """Whether the master has said that its process ends."""
+
+    def noticed(self, message: wire.Ending) -> None:
+        """See RpcConnection."""
+        self.peer_ends = True
+
+
 class HttpRpc:
     """The rpc of a Link: one connection to the master, made again when it is lost."""
 
@@ -63,11 +74,20 @@ class HttpRpc:
         self._http = http
         self.url = url.rstrip("/")
         self._token = token
-        self._connection: RpcConnection | None = None
+        self._connection: _MasterConnection | None = None
+        """The latest; it may have ended."""
         self._connecting = asyncio.Lock()
 
     async def __call__(self, op: str, body: bytes, deadline_s: float) -> bytes:
-        """Run one operation. Raises what `connect` and RpcConnection.call do."""
+        """Run one operation. Raises what `connect` and RpcConnection.call do; MasterEnded."""
+        try:
+            return await self._call(op, body, deadline_s)
+        except UpstreamError as error:
+            if self._connection is not None and self._connection.peer_ends:
+                raise MasterEnded(str(error)) from None
+            raise
+
+    async def _call(self, op: str, body: bytes, deadline_s: float) -> bytes:
         connection = self._connection
         if connection is None or not connection.is_open:
             try:
@@ -77,7 +97,7 @@ class HttpRpc:
                 raise DeadlineExceeded(f"{self.url} accepted no connection in time") from None
         return await connection.call(op, body, deadline_s)
 
-    async def connect(self) -> RpcConnection:
+    async def connect(self) -> _MasterConnection:
         """Connect, unless there is a connection. Raises MoonserveError.
 
         ConfigError: trying again cannot help, since the token is wrong or no store's master is
@@ -85,7 +105,9 @@ class HttpRpc:
         """
         async with self._connecting:
             if self._connection is None or not self._connection.is_open:
-                connection = RpcConnection(f"store master {self.url}", PROTOCOL, limits=_LIMITS)
+                connection = _MasterConnection(
+                    f"store master {self.url}", PROTOCOL, notices=wire.Ending, limits=_LIMITS
+                )
                 await switched(
                     self._http, self.url, PATH, connection, self._token, _MASTER, _CALL_S
                 )

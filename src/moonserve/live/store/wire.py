@@ -27,7 +27,7 @@ from moonserve.core.units import Bytes, LeaseId, SegmentId
 
 PATH = "/internal/store"
 """Where a master's HTTP server switches a member's connection to rpc."""
-PROTOCOL = "moonserve-store/2"
+PROTOCOL = "moonserve-store/3"
 MAX_REPLY_BYTES: Bytes = 1 << 30
 """A gateway receives all blocks of a pool, many millions, in one reply."""
 MAX_BATCH = 4096
@@ -42,6 +42,10 @@ Name: TypeAlias = Annotated[LeaseId, msgspec.Meta(min_length=1, max_length=256)]
 Segment: TypeAlias = Annotated[SegmentId, msgspec.Meta(min_length=1, max_length=256)]
 _BATCH = msgspec.Meta(max_length=MAX_BATCH)
 Keys: TypeAlias = Annotated[Sequence[Key], _BATCH]
+
+
+class Ending(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """A notice of the master: its process ends in order, soon after running requests have."""
 
 
 class MountCall(msgspec.Struct, frozen=True, array_like=True):
