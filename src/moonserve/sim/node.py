@@ -71,6 +71,8 @@ class Node:
         self._full = False
         """True while the first call of the intake finds no room and no call has left since."""
         self._calls: dict[RequestId, Call] = {}
+        self._streaks: dict[RequestId, list[int]] = {}
+        """The last span of each call that gets a token in every pass; its end is not known yet."""
         self._plan = 0
         """A number that grows when what was scheduled is no longer valid."""
         self._pass: tuple[Pass | DecodeStep, Micros] | None = None
@@ -135,10 +137,11 @@ class Node:
 
     def cancel(self, request: RequestId) -> bool:
         """Drop a call, wherever it is. Returns whether there was one."""
-        call = self._calls.pop(request, None)
-        if call is None:
+        if request not in self._calls:
             return False
         self._break_run()
+        call = self._calls.pop(request)
+        self._end_streak(request)
         self._full = False
         self.stirred = True
         self._loading.pop(request, None)
@@ -206,6 +209,7 @@ class Node:
         self._pass = None
         self.dead = True
         self._plan += 1
+        self._end_streaks()
         calls = list(self._calls.values())
         self._calls = {}
         return calls
@@ -305,6 +309,7 @@ class Node:
         if self._parts:
             call = self._parts.popleft()
             tokens = range(call.known - call.cached)
+            self._end_streaks()
             self._launch(Pass((Chunk(call.request, tokens, call.cached, (), None),)))
             return True
         passes = self._batch.steady()
@@ -322,6 +327,7 @@ class Node:
             elapsed_us = self._took(self.cost.decode_step_us(step.seqs, step.context))
             self._start(step, elapsed_us, step.joined)
             return True
+        self._end_streaks()
         work = self._batch.plan()
         if work is not None:
             self._launch(work)
@@ -382,7 +388,7 @@ class Node:
             call.computed_us += elapsed_us
             self._share(call, step)
             if step.token is not None:
-                self._gave((step.request,), number, 1)
+                self._gave(call, number)[1] = number + 1
             if step.finish is not None:
                 del self._calls[step.request]
                 self._full = False
@@ -393,14 +399,14 @@ class Node:
         self._pass = None
         self.stirred = True
         self.busy_us += elapsed_us
-        number = len(self.ends)
+        self._begin_streaks(len(self.ends), step.seqs)
         self.ends.append(self._clock.now_us)
         self._charge(step, elapsed_us)
-        got, ended = self._batch.apply_step(step)
-        if ended or len(got) < step.seqs:  # a call that was cancelled meanwhile leaves only now
+        ended = self._batch.apply_step(step)
+        if self._batch.running < step.seqs:  # a call that was cancelled meanwhile leaves only now
             self._full = False
-        self._gave(got, number, 1)
         for last in ended:
+            self._end_streak(last.request)
             self._tell(self, self._calls.pop(last.request), last)
 
     def _charge(self, work: Pass | DecodeStep, elapsed_us: Micros) -> None:
@@ -418,16 +424,31 @@ class Node:
             if call is not None:  # None: it was cancelled meanwhile
                 call.busy_us += elapsed_us * count // tokens
 
-    def _gave(self, requests: Sequence[RequestId], first: int, count: int) -> None:
-        """Record that the passes from `first` on gave each of these calls one token."""
-        calls = self._calls
-        after = first + count
-        for request in requests:
-            spans = calls[request].spans
-            if spans and spans[-1][1] == first:
-                spans[-1][1] = after
-            else:
-                spans.append([first, after])
+    def _gave(self, call: Call, number: int) -> list[int]:
+        """The span of this call that pass `number`, which gave it a token, goes on or begins."""
+        if not call.spans or call.spans[-1][1] != number:
+            call.spans.append([number, number])
+        return call.spans[-1]
+
+    def _begin_streaks(self, number: int, seqs: int) -> None:
+        """From pass `number` on, every running call gets a token in each pass; they are `seqs`."""
+        if len(self._streaks) == seqs:
+            return
+        for request in self._batch.wanted():
+            if request not in self._streaks:
+                self._streaks[request] = self._gave(self._calls[request], number)
+
+    def _end_streak(self, request: RequestId) -> None:
+        """The call gets no more tokens by the passes to come."""
+        span = self._streaks.pop(request, None)
+        if span is not None:
+            span[1] = len(self.ends)
+
+    def _end_streaks(self) -> None:
+        """The next pass may give no token to some."""
+        for span in self._streaks.values():
+            span[1] = len(self.ends)
+        self._streaks.clear()
 
     # Runs of equal passes.
 
@@ -478,7 +499,7 @@ class Node:
         self.stirred = True
         if not gone:
             return
-        self._gave(self._batch.members(), len(self.ends) - gone, gone)
+        self._begin_streaks(len(self.ends) - gone, self._batch.running)
         self._batch.skip(gone)
 
     def _break_run(self) -> None:

@@ -103,6 +103,7 @@ class _Seq:
         self.sampling = sampling
         self.stopping = stopping
         self.in_pass = False
+        """Whether the pass in flight, which is no DecodeStep, has a chunk of it."""
         self.cancelled = False
 
 
@@ -234,7 +235,7 @@ class Batch:
         seq = self._by_id.get(request)
         if seq is None or seq.cancelled:
             return False
-        if seq.in_pass:
+        if seq.in_pass or (isinstance(self._in_flight, DecodeStep) and seq in self._running):
             seq.cancelled = True
         else:
             self._drop(seq)
@@ -310,6 +311,10 @@ class Batch:
         """The running requests, in order of arrival."""
         return [seq.id for seq in self._running]
 
+    def wanted(self) -> list[RequestId]:
+        """The running requests that were not cancelled, in order of arrival."""
+        return [seq.id for seq in self._running if not seq.cancelled]
+
     def steady(self) -> int:
         """Return how many of the next passes are alike, so that `skip` may take them at once.
 
@@ -330,7 +335,10 @@ class Batch:
             if left < passes:
                 passes = left
         passes -= 1
-        while passes > 0 and self._new_blocks(passes) > self.pool.free_count:
+        free = self.pool.free_count
+        if len(running) * self.blocks_for(passes) <= free:
+            return max(0, passes)
+        while passes > 0 and self._new_blocks(passes) > free:
             passes //= 2
         return max(0, passes)
 
@@ -340,8 +348,8 @@ class Batch:
         for seq in self._running:
             seq.computed += passes
             seq.known += passes
-            grown = -(-seq.computed // size) - len(seq.blocks)
-            if grown > 0:
+            if seq.computed > len(seq.blocks) * size:
+                grown = -(-seq.computed // size) - len(seq.blocks)
                 taken = self.pool.allocate(grown)
                 assert taken is not None
                 seq.blocks += taken
@@ -359,21 +367,18 @@ class Batch:
         joining = list(islice(self._waiting, room))
         members = running + joining
         size = self.block_size
-        need = context = 0
+        context = 0
+        growing: list[_Seq] = []
         for seq in members:
             if seq.known - seq.computed != 1:
                 return None
             context += seq.known
-            grown = -(-seq.known // size) - len(seq.blocks)
-            if grown > 0:
-                need += grown
-        if not members or need > self.pool.free_count:
+            if seq.known > len(seq.blocks) * size:  # by one token, so they need one block
+                growing.append(seq)
+        if not members or len(growing) > self.pool.free_count:
             return None
-        for seq in members:
-            seq.in_pass = True
-            grown = -(-seq.known // size) - len(seq.blocks)
-            if grown > 0:
-                seq.blocks += self.pool.allocate(grown) or ()
+        for seq in growing:
+            seq.blocks += self.pool.allocate(1) or ()
         for _ in joining:
             self._waiting.popleft()
         self._running = members
@@ -381,26 +386,23 @@ class Batch:
         self._in_flight = step
         return step
 
-    def apply_step(self, step: DecodeStep) -> tuple[list[RequestId], list[Progress]]:
-        """Account for a pass of `plan_step`: the requests that got a token, and the last Progress
-        of each that has ended; both in order of arrival."""
+    def apply_step(self, step: DecodeStep) -> list[Progress]:
+        """Account for a pass of `plan_step`: each running request that was not cancelled has one
+        token more. Returns the last Progress of those that have ended, in order of arrival."""
         assert step is self._in_flight, "not the pass in flight"
         self._in_flight = None
-        got: list[RequestId] = []
         ended: list[Progress] = []
-        for seq in self._running[: step.seqs]:
-            seq.in_pass = False
+        for seq in self._running[:]:
             if seq.cancelled:
                 self._drop(seq)
                 continue
             seq.computed += 1
             seq.known += 1
-            got.append(seq.id)
             if seq.known >= seq.most_known:
                 computed = seq.computed
                 ended.append(Progress(seq.id, 0, computed - 1, computed, Finish("length")))
                 self._drop(seq)
-        return got, ended
+        return ended
 
     def _new_blocks(self, passes: int) -> int:
         size = self.block_size
