@@ -108,7 +108,7 @@ class Simulation:
         `stop` is called from time to time. When it returns True, the run ends early and returns
         False.
         """
-        with _few_collections():
+        with _no_collections():
             return self._run(stop)
 
     def _run(self, stop: Callable[[], bool] | None) -> bool:
@@ -501,12 +501,13 @@ class Simulation:
 
 
 @contextmanager
-def _few_collections() -> Iterator[None]:
-    """Let Python look for cycles of garbage less often: a run keeps most of what it makes, and
-    makes few cycles."""
-    before = gc.get_threshold()
-    gc.set_threshold(10_000, 20, 20)
+def _no_collections() -> Iterator[None]:
+    """Let Python look for no cycles of garbage: a run keeps nearly all that it makes until its end,
+    and each look would go through all of that."""
+    was_on = gc.isenabled()
+    gc.disable()
     try:
         yield
     finally:
-        gc.set_threshold(*before)
+        if was_on:
+            gc.enable()
