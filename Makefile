@@ -177,8 +177,8 @@ fix: $(DEV) ## mend what can be mended by itself
 	$(VENV)/bin/ruff check --fix .
 	$(VENV)/bin/ruff format .
 
-# What was compiled runs from then on, as long as core's files do not change.
-compile: $(DEV) ## compile core to native code, beside its source (needs a C compiler; a minute or two)
+# What was compiled runs from then on, as long as files of core and sim do not change.
+compile: $(DEV) ## compile core and the simulator to native code, beside their source (needs a C compiler; a minute or two)
 	$(PY) hatch_build.py
 
 uncompile: $(DEV) ## remove what make compile made
@@ -248,5 +248,5 @@ paper-quick: $(PAPER) ## the same on a few hundred requests, into build/paper
 
 clean: ## remove what make made here (the model stays in the user's cache)
 	rm -f src/moonserve/_core__mypyc*
-	find src/moonserve/core -name '*.so' -delete -o -name '*.pyd' -delete
+	find src/moonserve/core src/moonserve/sim -name '*.so' -delete -o -name '*.pyd' -delete
 	rm -rf dist $(VENV) $(VLLM_VENV) .venv-vllm-* $(TOOLS_VENV) $(DEPLOY_VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis

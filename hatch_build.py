@@ -1,6 +1,7 @@
-"""Compiles moonserve.core to native modules: for a wheel (hatchling calls the hook), or in place.
+"""Compiles moonserve.core, and the busy modules of moonserve.sim, to native modules: for a wheel
+(hatchling calls the hook), or in place.
 
-    python hatch_build.py            compile the checkout's core, beside its source
+    python hatch_build.py            compile the checkout's, beside their source
     python hatch_build.py --remove   remove what was compiled
     python hatch_build.py --list     print the modules that are compiled
     python hatch_build.py --missing  print what is missing here for a compiler, if something is
@@ -41,6 +42,8 @@ _spec.loader.exec_module(native)
 
 LEFT_OUT = ("core/errors.py", "core/schedule/observed.py")
 """Others derive classes from theirs, and Python code cannot derive from a native class."""
+SIMULATOR = ("cache", "carrier", "clock", "cluster", "network", "node", "segments")
+"""The modules of sim that are compiled with core: a simulation spends its time in them."""
 
 
 def why_not(source: str) -> str | None:
@@ -63,13 +66,14 @@ def why_not(source: str) -> str | None:
 
 
 def modules() -> list[Path]:
-    """The files of core that are compiled."""
+    """The files of core and sim that are compiled."""
     out = {PACKAGE / path for path in LEFT_OUT}
-    return [
+    core = [
         path
         for path in sorted((PACKAGE / "core").rglob("*.py"))
         if path.name != "__init__.py" and path not in out and why_not(path.read_text()) is None
     ]
+    return [*core, *(PACKAGE / "sim" / f"{name}.py" for name in SIMULATOR)]
 
 
 def can_compile() -> str | None:
@@ -108,7 +112,7 @@ def compile_into(out: Path, work: Path) -> list[Path]:
     command.ensure_finalized()
     command.run()
     if before != native.digests(PACKAGE):
-        raise SystemExit("core changed while it was compiled; compile it again")
+        raise SystemExit("a file changed while it was compiled; compile it again")
     manifest = out / "moonserve" / native.MANIFEST
     manifest.write_text(json.dumps(before, indent=0))
     return [*map(Path, command.get_outputs()), manifest]
@@ -118,7 +122,8 @@ def compiled_files() -> Iterator[Path]:
     """What was compiled in place, the manifest first, so that nothing half removed is believed."""
     yield from PACKAGE.glob(native.MANIFEST)
     for suffix in ("so", "pyd"):
-        yield from (PACKAGE / "core").rglob(f"*.{suffix}")
+        for room in native.ROOMS:
+            yield from (PACKAGE / room).rglob(f"*.{suffix}")
         yield from PACKAGE.glob(f"{native.LIBRARY}*.{suffix}")
 
 

@@ -1,10 +1,11 @@
-"""Which form of core runs: its Python modules, or the same modules compiled to native code.
+"""Which form of core and the simulator runs: Python modules, or the same as native code.
 
-`hatch_build.py` compiles core into a wheel, or in place (`make compile`), and writes a manifest
-with the digest of every file of core. Python prefers a compiled module that lies beside its source.
-This module looks at the manifest before the first import of core, and lets that happen only if the
-digests are still right; otherwise a finder leads every import within core to the source. So core is
-never half compiled, and never older than its source.
+`hatch_build.py` compiles core and the busy modules of sim into a wheel, or in place (`make
+compile`), and writes a manifest with the digest of every file of both rooms. Python prefers a
+compiled module that lies beside its source. This module looks at the manifest before the first
+import of core, and lets that happen only if the digests are still right; otherwise a finder leads
+every import within the two rooms to the source. So they are never half compiled, and never older
+than their source. "Core" in names and messages means both: they are compiled together or not.
 
 Who may call it: the package calls `choose` once, at its import; others read `moonserve.CORE`.
 """
@@ -33,6 +34,8 @@ VARIABLE = "MOONSERVE_CORE"
 """The environment variable that asks for one form: "python" or "compiled"."""
 LIBRARY = "_core__mypyc"
 """The native library that all compiled modules share; it lies in the package's folder."""
+ROOMS = ("core", "sim")
+"""The folders of the package that have compiled modules."""
 MANIFEST = f"{LIBRARY}.json"
 REMEDY = "`make compile` compiles it again, `make uncompile` removes what was compiled"
 
@@ -53,12 +56,12 @@ class Core(NamedTuple):
 
 
 class _FromSource(MetaPathFinder):
-    """Finds the modules of moonserve.core among the Python files only."""
+    """Finds the modules of the rooms among the Python files only."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if not fullname.startswith("moonserve.core."):
+        if not fullname.startswith(tuple(f"moonserve.{room}." for room in ROOMS)):
             return None
         for folder in path or ():
             spec = FileFinder(folder, (SourceFileLoader, SOURCE_SUFFIXES)).find_spec(fullname)
@@ -68,10 +71,11 @@ class _FromSource(MetaPathFinder):
 
 
 def digests(package: Path) -> dict[str, str]:
-    """The digest of every Python file of core, by its path below the package's folder."""
+    """The digest of every Python file of the rooms, by its path below the package's folder."""
     return {
         path.relative_to(package).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()[:32]
-        for path in sorted((package / "core").rglob("*.py"))
+        for room in ROOMS
+        for path in sorted((package / room).rglob("*.py"))
     }
 
 

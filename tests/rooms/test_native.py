@@ -21,19 +21,22 @@ import moonserve
 core = moonserve.CORE
 print(core.compiled, core.stale, core.problem)
 from moonserve.core import units
-print(units.__file__.endswith(".py"))
+from moonserve.sim import clock
+print(units.__file__.endswith(".py") and clock.__file__.endswith(".py"))
 """
 
 
 @pytest.fixture
 def package(tmp_path: Path) -> Path:
-    """A package with core alone, and a compiled module that cannot be loaded: its use is seen."""
+    """Core and sim alone, with compiled modules that cannot be loaded: their use is seen."""
     made = tmp_path / "moonserve"
-    shutil.copytree(SOURCE / "core", made / "core", ignore=shutil.ignore_patterns("*.so", "*.pyd"))
+    for room in native.ROOMS:
+        shutil.copytree(SOURCE / room, made / room, ignore=shutil.ignore_patterns("*.so", "*.pyd"))
     for name in ("__init__.py", "native.py"):
         shutil.copy(SOURCE / name, made)
     (made / f"{native.LIBRARY}{SUFFIX}").write_bytes(b"")
-    (made / "core" / f"units{SUFFIX}").write_bytes(b"no library")
+    for name in ("core/units", "sim/clock"):
+        (made / f"{name}{SUFFIX}").write_bytes(b"no library")
     (made / native.MANIFEST).write_text(json.dumps(native.digests(made)))
     return made
 
@@ -60,13 +63,14 @@ def test_what_belongs_to_the_source_runs(package: Path, wish: str) -> None:
     assert f"units{SUFFIX}" in told.stderr
 
 
-def test_what_is_older_than_its_source_never_runs(package: Path) -> None:
-    """A changed file is named, and all of core runs as Python."""
-    with (package / "core" / "shares.py").open("a") as file:
+@pytest.mark.parametrize("changed", ["core/shares.py", "sim/setup.py"])
+def test_what_is_older_than_its_source_never_runs(package: Path, changed: str) -> None:
+    """A changed file is named, and all of core and sim runs as Python."""
+    with (package / changed).open("a") as file:
         file.write("\n")
     told = asked(package)
     assert told.stdout == "False True None\nTrue\n"
-    assert "core/shares.py has changed" in told.stderr
+    assert f"{changed} has changed" in told.stderr
     assert "make compile" in told.stderr
 
 
@@ -96,7 +100,8 @@ def test_a_package_that_is_not_compiled_says_nothing(package: Path) -> None:
     """This is how most people have it."""
     (package / f"{native.LIBRARY}{SUFFIX}").unlink()
     (package / native.MANIFEST).unlink()
-    (package / "core" / f"units{SUFFIX}").unlink()
+    for path in package.rglob(f"*{SUFFIX}"):
+        path.unlink()
     told = asked(package)
     assert (told.stdout, told.stderr) == ("False False None\nTrue\n", "")
 

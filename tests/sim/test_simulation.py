@@ -124,6 +124,7 @@ def pass_by_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Batch, "plan_step", lambda self: None)
 
 
+@pytest.mark.python_core
 @pytest.mark.parametrize("breakdowns", [(), ("kill",), ("slow",)])
 def test_passes_taken_in_one_go_end_when_single_ones_do(
     breakdowns: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
@@ -140,6 +141,7 @@ def test_passes_taken_in_one_go_end_when_single_ones_do(
     assert quick.digest.hex() == slow.digest.hex()
 
 
+@pytest.mark.python_core
 @pytest.mark.parametrize("chunk_tokens", [512, 1 << 40])
 def test_passes_without_chunks_are_those_with(
     chunk_tokens: int, monkeypatch: pytest.MonkeyPatch
@@ -164,6 +166,7 @@ def test_passes_without_chunks_are_those_with(
     assert quick.digest.hex() == slow.digest.hex()
 
 
+@pytest.mark.python_core
 def test_who_asks_for_room_sees_what_a_run_of_passes_took(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -34,7 +34,7 @@ from moonserve.sim.trace import Row, Trace
 
 
 class _LoopTime:
-    """The running loop's time, as sim.clock.Clock gives it."""
+    """The running loop's time, as sim.clock.TimedCalls has it."""
 
     @property
     def now_us(self) -> Micros:
@@ -58,8 +58,8 @@ class SharedStore:
     def __init__(self, setup: Setup, nodes: dict[str, _Named], copies: bool) -> None:
         prefills = [node for node in nodes.values() if node.info.role != "decode"]
         self.data: dict[BlockKey, bytes] = {}
-        self.segments = Segments(setup, prefills, [])  # type: ignore[arg-type]
-        self.network = Network(_LoopTime(), setup.profile.link_bytes_per_s)  # type: ignore[arg-type]
+        self.segments = Segments(setup, prefills, [])
+        self.network = Network(_LoopTime(), setup.profile.link_bytes_per_s)
         self.copies = copies
         self.owners: dict[LeaseId, str] = {}
         self.chains: dict[LeaseId, tuple[BlockKey, ...]] = {}

@@ -8,8 +8,22 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from heapq import heappop, heappush
+from typing import Protocol
 
 from moonserve.core.units import Micros
+
+
+class TimedCalls(Protocol):
+    """What moves bytes needs of time; tests give it an event loop's."""
+
+    @property
+    def now_us(self) -> Micros:
+        """The time."""
+        ...
+
+    def at(self, time_us: Micros, call: Callable[[], None]) -> None:
+        """Call at that time."""
+        ...
 
 
 class VirtualClock:

@@ -14,10 +14,10 @@ from math import ceil
 import msgspec
 
 from moonserve.core.units import Bytes, Micros
-from moonserve.sim.clock import VirtualClock
+from moonserve.sim.clock import TimedCalls
 
 
-class _Flow(msgspec.Struct, eq=False):
+class _Flow(msgspec.Struct):
     source: str
     target: str
     left: float
@@ -35,7 +35,7 @@ class Network:
 
     def __init__(
         self,
-        clock: VirtualClock,
+        clock: TimedCalls,
         bytes_per_s: float,
         wide: frozenset[str] = frozenset(),
         base_us: Micros = 0,

@@ -8,21 +8,30 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import Protocol
 
 from moonserve.core.kv.facts import BlocksRemoved, BlocksStored
-from moonserve.core.schedule.facts import Fact
+from moonserve.core.schedule.facts import Fact, InstanceInfo
 from moonserve.core.store.words import Terms
 from moonserve.core.units import BlockKey, SegmentId, Tokens
 from moonserve.sim.cache import Cache
-from moonserve.sim.node import Node
 from moonserve.sim.setup import POOL, Setup
 from moonserve.sim.trace import Row, Trace
+
+
+class SegmentHost(Protocol):
+    """What a segment needs of its instance: a sim.node.Node is one."""
+
+    info: InstanceInfo
+    name: str
 
 
 class Segments:
     """All segments. Keys are the trace's block ids, as bytes."""
 
-    def __init__(self, setup: Setup, prefills: Sequence[Node], decodes: Sequence[Node]) -> None:
+    def __init__(
+        self, setup: Setup, prefills: Sequence[SegmentHost], decodes: Sequence[SegmentHost]
+    ) -> None:
         blocks = setup.cache_blocks
         self._setup = setup
         holders = [*prefills, *(decodes if setup.keep_output else ())]
@@ -42,10 +51,12 @@ class Segments:
         terms = Terms()
         return Cache(int(terms.high * blocks), eviction, int(terms.low * blocks))
 
-    def _own(self, node: Node) -> str:
+    def _own(self, node: SegmentHost) -> str:
         return POOL if self._pooled else node.name
 
-    def find(self, node: Node, keys: Sequence[BlockKey], fetch: bool) -> tuple[int, dict[str, int]]:
+    def find(
+        self, node: SegmentHost, keys: Sequence[BlockKey], fetch: bool
+    ) -> tuple[int, dict[str, int]]:
         """The leading run of `keys` that exist: how many are local, and how many each holder gives.
 
         Blocks that the node has itself never move, even if another holder's blocks come before
@@ -74,7 +85,12 @@ class Segments:
         return local, counts
 
     def store(
-        self, node: Node, keys: Sequence[BlockKey], first: int, last: int, copies: bool = False
+        self,
+        node: SegmentHost,
+        keys: Sequence[BlockKey],
+        first: int,
+        last: int,
+        copies: bool = False,
     ) -> list[Fact]:
         """Hold keys[first:last] of a chain in the node's segment; with `copies`, even if others
         hold them."""
@@ -102,7 +118,7 @@ class Segments:
             facts.append(BlocksRemoved(segment, tuple(evicted), "dram", node.info.epoch))
         return facts
 
-    def fill(self, node: Node, keys: Sequence[BlockKey]) -> list[Fact]:
+    def fill(self, node: SegmentHost, keys: Sequence[BlockKey]) -> list[Fact]:
         """Take room for blocks that no other request will look for; node: see `store`."""
         return [
             fact
@@ -114,11 +130,11 @@ class Segments:
         """How many leading keys of these a segment has."""
         return self._caches[segment].run(keys)
 
-    def is_local(self, node: Node, keys: Sequence[BlockKey]) -> bool:
+    def is_local(self, node: SegmentHost, keys: Sequence[BlockKey]) -> bool:
         """Whether the node's own segment has all of them."""
         return self._caches[self._own(node)].run(keys) == len(keys)
 
-    def clear(self, node: Node) -> None:
+    def clear(self, node: SegmentHost) -> None:
         """Forget what the node's segment held: the node lost its memory."""
         if not self._pooled and node.name in self._caches:
             self._caches[node.name] = self._empty()
