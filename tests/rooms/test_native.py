@@ -32,7 +32,7 @@ def package(tmp_path: Path) -> Path:
     made = tmp_path / "moonserve"
     for room in native.ROOMS:
         shutil.copytree(SOURCE / room, made / room, ignore=shutil.ignore_patterns("*.so", "*.pyd"))
-    for name in ("__init__.py", "native.py"):
+    for name in ("__init__.py", "interrupt.py", "native.py"):
         shutil.copy(SOURCE / name, made)
     (made / f"{native.LIBRARY}{SUFFIX}").write_bytes(b"")
     for name in ("core/units", "sim/clock"):
