@@ -620,7 +620,7 @@ def test_clients_take_turns_at_the_tokenizer() -> None:
 
 def test_large_bodies_take_turns_and_small_ones_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     """After a large body the loop belongs to the streams for a while; small bodies need no turn."""
-    monkeypatch.setattr(limiter_module, "_DECODED_BYTES_PER_S", 1)  # no turn ends by itself
+    monkeypatch.setattr(limiter_module, "_TEXT_BYTES_PER_S", 1)  # no turn ends by itself
 
     async def use(rig: Rig) -> None:
         large = json.dumps({**HI, "user": "x" * (1 << 20)}).encode()
@@ -641,6 +641,27 @@ def test_large_bodies_take_turns_and_small_ones_pass(monkeypatch: pytest.MonkeyP
             await asyncio.sleep(0)
         turns.end()
         assert not turns._taken
+
+    run(use)
+
+
+def test_the_turn_of_a_large_body_is_as_long_as_its_structure(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Text is quick to decode: its turn ends, where that of as many bytes of token ids goes on."""
+    monkeypatch.setattr(limiter_module, "_STRUCTURE_BYTES_PER_S", 1 << 10)
+
+    async def use(rig: Rig) -> None:
+        turns = rig.gateway._limiter._decoding
+        text = json.dumps({**HI, "user": "x" * (80 << 10)}).encode()
+        assert (await rig.post(CHAT, text)).status == 200
+        async with asyncio.timeout(10):
+            while turns._taken:
+                await asyncio.sleep(0.001)
+        ids = json.dumps({"model": "m", "prompt": [1] * (30 << 10), "max_tokens": 1}).encode()
+        assert len(ids) > len(text)
+        assert (await rig.post("/v1/completions", ids)).status in {200, 400}
+        assert turns._taken
 
     run(use)
 

@@ -121,7 +121,7 @@ def test_structure_is_what_is_outside_strings(texts: list[str], size: int) -> No
     async def main() -> None:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(structure, "_PIECE_BYTES", size)
-            await structure.check_structure(body, count)
+            assert await structure.check_structure(body, count) == count
             if count:
                 with pytest.raises(BadRequest, match="outside strings"):
                     await structure.check_structure(body, count - 1)
