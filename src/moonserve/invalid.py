@@ -21,6 +21,7 @@ _BOUND = re.compile(r"Expected `(?:int|float)` ([<>]=?) (\S+)")
 _LIMITS = {">=": "{} or more", "<=": "{} or less", ">": "more than {}", "<": "less than {}"}
 _KIND = re.compile("Invalid enum value|Expected `[^`]*`, got `([^`]*)`")
 _USER = re.compile(r"(?:(?<=//)|^(?!\w+://))[^\s'\"]*@")
+_MOST_SHOWN = 200
 _STEP = re.compile(r"([^.\[\]]+)|\[(?:\d+|\.\.\.)\]")
 # it is slow, and a client that errs may err often
 _type_info = lru_cache(maxsize=64)(inspect.type_info)
@@ -32,6 +33,11 @@ _WORDS: tuple[tuple[type[inspect.Type] | tuple[type[inspect.Type], ...], str], .
     ((inspect.CollectionType, inspect.TupleType), "a list"),
     ((inspect.StructType, inspect.DictType), "an object"),
 )
+
+
+def shortened(text: str) -> str:
+    """Text that a user sent, for an error: its first 200 characters."""
+    return text if len(text) <= _MOST_SHOWN else text[:_MOST_SHOWN] + "…"
 
 
 def in_words(error: msgspec.MsgspecError, shape: Any) -> tuple[str, str]:

@@ -272,6 +272,7 @@ def test_errors_have_openai_shape_and_the_request_id(
             "there is no path /v1/elsewhere/ for POST; nor is /elsewhere here: use /echo",
         ),
         ("/nowhere", "there is no path /nowhere for POST"),
+        ("/" + "x" * 60_000, f"there is no path /{'x' * 199}… for POST"),
         ("/elsewhere", "there is no path /elsewhere here: use /echo"),
     ],
 )

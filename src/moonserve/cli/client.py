@@ -26,10 +26,11 @@ from moonserve.core.errors import (
     NobodyAlive,
     Unauthorized,
 )
-from moonserve.invalid import without_password
+from moonserve.invalid import shortened, without_password
 
 if TYPE_CHECKING:
     from http.client import HTTPResponse
+    from urllib.parse import SplitResult
 
 T = TypeVar("T")
 
@@ -38,6 +39,8 @@ _URL = "http://127.0.0.1:8000"
 _VARIABLE = ENV_PREFIX + "URL"
 _VERSION = re.compile(r"(?<=[^/])/v1/*\Z")
 """The /v1 at the end of a URL, but not a host of that name."""
+_HOST = re.compile(r"[\w.-]+|[\da-f:.]+(%[\w.-]+)?")
+"""A name, an IPv4 address, or an IPv6 address without its brackets."""
 
 
 def url_option(whose: str) -> Callable[[_Command], _Command]:
@@ -69,23 +72,10 @@ class Client:
     ) -> None:
         """token: None looks for the cluster's token, or an API key; "" sends none. context: for
         https:// URLs; None: by the environment, see `client_trust`."""
-        from urllib.parse import urlsplit
-
-        try:
-            parts = urlsplit(url if "//" in url else "//" + url, scheme="http")
-            self._port = parts.port
-        except ValueError as err:
-            raise ConfigError(f"{without_password(url)}: {err}", "url") from err
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            what = f"{without_password(url)!r} is no address"
-            raise ConfigError(f"{what}; write --url or {_VARIABLE} like {_URL}", "url")
-        if "@" in parts.netloc:
-            what = f"{without_password(url)!r} has a name or a password"
-            raise ConfigError(f"{what}; leave them out, and set MOONSERVE_TOKEN", "url")
-        if parts.path.strip("/"):
-            raise ConfigError(f"{url!r} has a path; leave it out, as in {_URL}", "url")
+        parts = _checked(url)
+        self._port = parts.port
         self._timeout_s = timeout_s
-        self._host = parts.hostname
+        self._host = parts.hostname or ""
         self._context = context
         if context is None and parts.scheme == "https":
             self._context = client_trust(url).context()
@@ -201,7 +191,7 @@ class Client:
                     f"{self._url} does not answer: {getattr(err, 'strerror', None) or err!r}"
                 ) from err
             if reply.status != 200:
-                said = f"{method} {path}: {reply.status} {self._said(text)}"
+                said = f"{method} {shortened(path)}: {reply.status} {self._said(text)}"
                 if reply.status == 401:
                     if TOKEN not in said:
                         said += f"; for commands, set {TOKEN} to the cluster's token or a key"
@@ -212,6 +202,37 @@ class Client:
             yield reply
         finally:
             connection.close()
+
+
+def _checked(url: str) -> SplitResult:
+    """The parts of a gateway's URL; without a scheme it is http. Raises ConfigError."""
+    from urllib.parse import urlsplit
+
+    shown = repr(without_password(url))
+    remedy = f"write --url or {_VARIABLE} like {_URL}"
+    # urlsplit would drop line breaks and tabs
+    if not url.isprintable() or " " in url:
+        raise ConfigError(f"{shown} has a space or a line break; {remedy}", "url")
+    try:
+        parts = urlsplit(url if "//" in url else "//" + url, scheme="http")
+        host = parts.hostname or ""
+        _ = parts.port  # raises ValueError
+        if ":" not in host:
+            host.encode("idna")
+    except UnicodeError:
+        raise ConfigError(f"{shown} has a host that is no name; {remedy}", "url") from None
+    except ValueError as err:
+        raise ConfigError(f"{shown} is no address: {err}; {remedy}", "url") from err
+    if parts.scheme not in ("http", "https") or not _HOST.fullmatch(host):
+        raise ConfigError(f"{shown} is no address; {remedy}", "url")
+    if "@" in parts.netloc:
+        what = f"{shown} has a name or a password"
+        raise ConfigError(f"{what}; leave them out, and set MOONSERVE_TOKEN", "url")
+    if parts.path.strip("/"):
+        raise ConfigError(f"{shown} has a path; leave it out, as in {_URL}", "url")
+    if "?" in url or "#" in url:
+        raise ConfigError(f"{shown} has a query or a fragment; {remedy}", "url")
+    return parts
 
 
 def _message(event: Any) -> str:

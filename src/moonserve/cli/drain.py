@@ -37,14 +37,14 @@ class _Drained(msgspec.Struct):
 @click.option(
     "--timeout",
     metavar="TIME",
-    default=_DEADLINE,
-    show_default=True,
-    help="Longest wait, such as 90s or 5m.",
+    help=f"With --wait: the longest wait, such as 90s or 5m.  [default: {_DEADLINE}]",
 )
 @click.option("--resume", is_flag=True, help="Give the instance work again.")
 @url_option("A gateway, front or Conductor.")
 @json_option
-def drain(name: str, wait: bool, timeout: str, resume: bool, url: str, as_json: bool) -> None:
+def drain(
+    name: str, wait: bool, timeout: str | None, resume: bool, url: str, as_json: bool
+) -> None:
     """Give instance NAME no new work, so that it may be stopped without loss.
 
     Requests that it has go on. Blocks of the store that its segment holds move to other members.
@@ -60,8 +60,10 @@ def drain(name: str, wait: bool, timeout: str, resume: bool, url: str, as_json: 
     """
     if wait and resume:
         raise ConfigError("contradicts --resume: leave one of the two out", "--wait")
+    if timeout is not None and not wait:
+        raise ConfigError("is for --wait; add --wait, or leave it out", "--timeout")
+    longest_s = _seconds(timeout or _DEADLINE)
     client = Client(url)
-    longest_s = _seconds(timeout)
     path = f"/api/instances/{quote(name, safe='')}/{'resume' if resume else 'drain'}"
     status = client.send("POST", path, _Drained)
     if status.warning:

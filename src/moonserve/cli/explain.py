@@ -9,7 +9,7 @@ import msgspec
 
 from moonserve.cli.client import Client, url_option
 from moonserve.cli.output import OutputFile, print_json
-from moonserve.core.errors import EngineFailed
+from moonserve.core.errors import ConfigError, EngineFailed
 
 
 @click.command()
@@ -28,6 +28,9 @@ def explain(request_id: str, url: str, as_json: bool, perfetto: BinaryIO | None)
     The id is in the x-request-id header of the reply. A gateway keeps the latest 500 requests, and
     all that are under way.
     """
+    if not request_id:
+        what = "must not be empty; take the x-request-id of a reply"
+        raise ConfigError(what, "REQUEST_ID")
     said = Client(url).decision(request_id)
     if as_json:
         print_json(said)

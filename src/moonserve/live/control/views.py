@@ -28,6 +28,7 @@ from moonserve.core.schedule.record import Record
 from moonserve.core.schedule.shown import explained, listed
 from moonserve.core.schedule.view import InstanceView
 from moonserve.core.units import MICROS_PER_SECOND, Micros, RequestId
+from moonserve.invalid import shortened
 from moonserve.live.clock import since_1970_us, wall_ms
 from moonserve.live.control.loop import ConductorLoop
 from moonserve.live.drive.lost import without_addresses
@@ -145,7 +146,9 @@ class Api:
         record = self._conductor.account.find(wanted)
         if record is None:
             kept = f"the latest {KEPT} requests are kept, and a recording has older ones"
-            raise NoDecision(f"no decision is kept for request {wanted}; {kept}", "request id")
+            raise NoDecision(
+                f"no decision is kept for request {shortened(wanted)}; {kept}", "request id"
+            )
         told = explained(record, self._clock_ms())
         shown = path_of(record.id) if self._conductor.has_page else None
         fields = {name: getattr(told, name) for name in told.__struct_fields__}

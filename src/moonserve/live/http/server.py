@@ -38,6 +38,7 @@ from moonserve.core.errors import (
     Overloaded,
 )
 from moonserve.core.units import Bytes
+from moonserve.invalid import shortened
 from moonserve.live.http.handshakes import TlsListener, listen
 from moonserve.live.http.message import (
     HttpRequest,
@@ -756,11 +757,12 @@ class App:
                 best = prefix
         if best:
             return self.prefixes[method, best]
+        shown = shortened(path)
         found = {m for m, known in self.routes if known == path}
         found |= {m for m, prefix in self.prefixes if path.startswith(prefix) and m != "OPTIONS"}
         if found:
             allowed = sorted(found | {"HEAD"} if "GET" in found else found)
-            raise MethodNotAllowed(f"{path} accepts {', '.join(allowed)}, not {method}", allowed)
+            raise MethodNotAllowed(f"{shown} accepts {', '.join(allowed)}, not {method}", allowed)
         if path in self._absent:
             raise NotFound(f"there is no path {path} here: {self._absent[path]}")
         meant = self._meant(method, path)
@@ -768,7 +770,7 @@ class App:
             return self._fallback
         if not meant and _LIST in self.routes:
             meant = "; GET /openapi.json lists all paths"
-        raise NotFound(f"there is no path {path} for {method}{meant}")
+        raise NotFound(f"there is no path {shown} for {method}{meant}")
 
     def _meant(self, method: str, path: str) -> str:
         """What to say of the path that a client meant; empty: there is no such path here.
