@@ -44,8 +44,11 @@ def parse_duration_us(given: object) -> Micros:
     if match is None:
         raise ValueError(f"{text!r} is not a time; write it like 30s or 100ms")
     time_us = float(match[1]) * _TIMES_US[match[2]]
+    if not time_us:
+        raise ValueError(f"{text!r} must be above 0; write it like 30s or 100ms")
     if not 1 <= time_us <= MAX_US:
-        raise ValueError(f"{text!r} must be from 1us to {MAX_US // _TIMES_US['s']}s")
+        longest = f"{MAX_US // _TIMES_US['h']}h"
+        raise ValueError(f"{text!r} must be from 1us to {longest}; write it like 30s or 100ms")
     return round(time_us)
 
 

@@ -26,6 +26,7 @@ from moonserve.core.schedule.facts import (
     PrefillEnded,
     Role,
 )
+from moonserve.core.schedule.objectives import misses
 from moonserve.core.schedule.tuning import Tuning
 from moonserve.core.schedule.view import Promised
 from moonserve.core.units import RequestId
@@ -486,3 +487,18 @@ def test_one_tenant_alone_may_fill_every_instance() -> None:
     asked = made.step(1, [arrived(f"f{i}") for i in range(9)])
     assert len(begun(asked, Prefill)) == 8
     assert refusals(asked) == [("f8", "instances_full")]
+
+
+@pytest.mark.parametrize(
+    ("predicted_us", "goal_us", "said"),
+    [
+        (2_228_132, 2_000_000, "2228 ms misses the objective of 2000 ms"),
+        (25_473_813, 2_000_000, "25.5 s misses the objective of 2000 ms"),
+        (9_999_960, 9_999_000, "10 s misses the objective of 9999 ms"),
+        (2_000_132, 2_000_000, "2000.132 ms misses the objective of 2000 ms"),
+        (204, 155, "0.204 ms misses the objective of 0.155 ms"),
+    ],
+)
+def test_a_refusal_rounds_its_times(predicted_us: int, goal_us: int, said: str) -> None:
+    """But not so far that both would be the same."""
+    assert misses("TTFT", predicted_us, goal_us) == f"predicted TTFT of {said}"

@@ -215,6 +215,7 @@ BLOCK = {"role": "user", "content": [{"type": "image", "source": {}}]}
         (RESPONSES, {"input": 3}, "input"),
         (RESPONSES, {"input": [{"type": "item_reference", "id": "a"}]}, "input[0].type"),
         (RESPONSES, {"input": [{"role": "wizard", "content": "a"}]}, "input[0].role"),
+        (RESPONSES, {"input": [{}]}, "input[0].role"),
         (RESPONSES, {"input": [{"role": "user"}]}, "input[0].content"),
         (
             RESPONSES,
@@ -320,7 +321,7 @@ def test_a_model_whose_template_has_no_place_for_tools(path: str) -> None:
         reply = await rig.post("/v1/chat/completions", {**chat, "messages": turns})
         error = json.loads(reply.body)["error"]
         assert (error["code"], error["param"]) == ("model_without_tools", "messages")
-        assert error["message"].endswith("; leave out tool calls and their results")
+        assert error["message"].endswith("; leave tool calls and their results out")
         assert not rig.serving.requests
 
     run(use, text=NoTools())

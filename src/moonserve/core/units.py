@@ -26,6 +26,8 @@ MICROS_PER_SECOND = 1_000_000
 _WHOLE: Final = 6_755_399_441_055_744.0
 """3 * 2 ** 51: a float of this size has no room for a fraction."""
 _MOST_DIGITS = 18
+_SHOWN_IN_SECONDS_US: Micros = 9_999_500
+"""Four digits of milliseconds show no longer time."""
 MAX_BYTES: Bytes = 1 << 62
 """No size is larger: it exceeds every pool, and every wire format can carry it."""
 
@@ -36,6 +38,13 @@ LEAST_MOONCAKE_BYTES: Bytes = 16 << 20
 def seconds_to_us(seconds: float) -> Micros:
     """Convert seconds to whole microseconds."""
     return round(seconds * MICROS_PER_SECOND)
+
+
+def shown_us(time_us: Micros) -> str:
+    """A time for a reader: "0.155 ms", "2228 ms", or "25.5 s" from 10 s on."""
+    if time_us < _SHOWN_IN_SECONDS_US:
+        return f"{time_us / 1e3:.4g} ms"
+    return f"{round(time_us / MICROS_PER_SECOND, 1):.10g} s"
 
 
 def nearest(number: float) -> int:

@@ -33,7 +33,7 @@ from moonserve.core.schedule.residency import Residency
 from moonserve.core.schedule.tuning import Tuning
 from moonserve.core.schedule.view import ClusterView, InstanceView, allowed
 from moonserve.core.schedule.waiting import Waiter, WaitingRoom
-from moonserve.core.units import MICROS_PER_SECOND, InstanceId, Micros, Tokens
+from moonserve.core.units import MICROS_PER_SECOND, InstanceId, Micros, Tokens, shown_us
 
 _NAMED = 3
 """The most instances that an error names."""
@@ -100,8 +100,8 @@ def unwanted_in_decode(
         if own_us is not None and verdict.tbt_us > own_us:
             why = misses("TBT", verdict.tbt_us, own_us)
     elif verdict.breaks_us is not None and request.stopping.max_tokens > 1:
-        why = f"predicted TBT of {verdict.tbt_us / 1e3:.10g} ms would break the objective of "
-        why += f"{verdict.breaks_us / 1e3:.10g} ms of a request that decodes on {chosen.info.id}"
+        why = f"predicted TBT of {shown_us(verdict.tbt_us)} would break the objective of "
+        why += f"{shown_us(verdict.breaks_us)} of a request that decodes on {chosen.info.id}"
     else:
         return None
     decision = verdict.decision

@@ -15,7 +15,7 @@ from moonserve.core.schedule.policies import policy_of
 from moonserve.core.schedule.retry import RetryCalendar
 from moonserve.core.schedule.tuning import Tuning
 from moonserve.core.schedule.view import InstanceView
-from moonserve.core.units import MICROS_PER_SECOND, Micros, Tokens
+from moonserve.core.units import MICROS_PER_SECOND, Micros, Tokens, shown_us
 
 _HALVED_US: Micros = 30 * MICROS_PER_SECOND
 _ACTIVE_US: Micros = 10 * MICROS_PER_SECOND
@@ -165,5 +165,9 @@ def _scaled(slo: Slo, share: float) -> Slo:
 
 def misses(what: str, predicted_us: Micros, goal_us: Micros) -> str:
     """An objective that is predicted to be missed, in words."""
-    predicted_ms, goal_ms = predicted_us / 1e3, goal_us / 1e3
-    return f"predicted {what} of {predicted_ms:.10g} ms misses the objective of {goal_ms:.10g} ms"
+    predicted = shown_us(predicted_us)
+    goal = shown_us(goal_us)
+    if predicted == goal:
+        predicted = f"{predicted_us / 1e3:.10g} ms"
+        goal = f"{goal_us / 1e3:.10g} ms"
+    return f"predicted {what} of {predicted} misses the objective of {goal}"

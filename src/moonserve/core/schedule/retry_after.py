@@ -17,7 +17,7 @@ from moonserve.core.schedule.objectives import Objectives
 from moonserve.core.schedule.retry import LATEST_US, RetryCalendar
 from moonserve.core.schedule.tuning import Tuning
 from moonserve.core.schedule.view import ClusterView
-from moonserve.core.units import Micros
+from moonserve.core.units import Micros, shown_us
 
 _COLD_US: Micros = 20_000
 """Clients refused by costs that are not measured return this far apart: soon, not all at once."""
@@ -48,7 +48,7 @@ class RetryAfter:
         if first_us is None or refusal.reason == "kv_memory":
             return refusal
         if least_us := self._unreachable_us(request, refusal, view):
-            why = f"{refusal.why}; an idle cluster would take {least_us / 1e3:.10g} ms, so no retry"
+            why = f"{refusal.why}; an idle cluster would take {shown_us(least_us)}, so no retry"
             why += " helps: set a looser objective"
             return msgspec.structs.replace(refusal, why=why, retry_after_us=None)
         interval_us = self._interval_us(request, refusal, view, now_us)

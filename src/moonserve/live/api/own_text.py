@@ -233,7 +233,7 @@ class OwnText:
         tools = self._tools(model)
         if not tools.knows_tools:
             them = "them" if field == "tools" else "tool calls and their results"
-            what = f"the chat template of {model!r} has no place for tools; leave out {them}"
+            what = f"the chat template of {model!r} has no place for tools; leave {them} out"
             raise BadRequest(f"{field}: {what}", field, "model_without_tools")
         if not tools.has_known_calls:
             what = (

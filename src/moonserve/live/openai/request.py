@@ -509,7 +509,8 @@ def split_prompts(request: CompletionRequest) -> list[CompletionRequest]:
     for i, one in enumerate(prompt):
         if not isinstance(one, type(prompt[0])):
             path = f"prompt[{i}]"
-            raise BadRequest(f"{path}: mixes prompts with something else", path)
+            what = "is of another kind than the first prompt; send only text, or only token ids"
+            raise BadRequest(f"{path}: {what}", path)
     if len(prompt) * (request.n or 1) > MOST_CHOICES:
         raise BadRequest(f"n: at most {MOST_CHOICES} choices of all prompts together", "n")
     return [msgspec.structs.replace(request, prompt=[it]) for it in prompt]
@@ -799,7 +800,8 @@ def check_count(messages: Sequence[object], field: str, most: int) -> None:
 def check_role(role: str, path: str, roles: Collection[str]) -> None:
     """Raise BadRequest for a message of another role than these; path: of the message."""
     if role not in roles:
-        what = f"{role[:40]!r} is not one of {', '.join(roles)}"
+        known = ", ".join(roles)
+        what = f"{role[:40]!r} is not one of {known}" if role else f"is missing; set one of {known}"
         raise BadRequest(f"{path}.role: {what}", f"{path}.role")
 
 
