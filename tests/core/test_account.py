@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from moonserve.core.request import Request, Slo
 from moonserve.core.schedule.account import Account
 from moonserve.core.schedule.adoption import Deposed, StepFact
@@ -121,6 +123,39 @@ def test_a_record_has_the_time_of_each_stage() -> None:
         decode_us=1_000,
         total_us=1_996,
     )
+
+
+def test_only_a_request_with_a_token_has_a_ttft() -> None:
+    """A call that does prefill and decode shows no end of its prefill, so its driver reports the
+    predicted one. That counts if the request was served, and else only what came."""
+    for served, measured, ttft_us in (
+        (True, Measured(tokens=5), 900),
+        (True, Measured(), 900),  # nobody counted
+        (False, Measured(), None),
+        (False, Measured(tokens=1), None),  # nobody saw when it came
+    ):
+        told, who = Told(), RequestId("r")
+        both = msgspec.structs.replace(info("b", "both"), connector="none", model="other")
+        told.step(0, Joined(both))
+        told.step(0, Arrived(Request(who, "other", 40), ()))
+        told.step(900, PrefillEnded(who, 1, final=False))
+        running = told.account.find(who)
+        assert running is not None
+        assert running.ttft_us is None
+        told.step(2_000, DecodeEnded(who, 1, 5) if served else ClientGone(who))
+        told.account.close(who, "stop" if served else "cancelled", measured)
+        [record] = told.over
+        assert (record.ttft_us, record.is_good) == (ttft_us, True if served else None)
+
+
+def test_the_token_of_a_prefill_that_came_to_nobody_has_no_ttft() -> None:
+    """Its driver reported it, and the request was not served."""
+    told, who = Told(), RequestId("r")
+    told.step(10, Arrived(Request(who, "m", 40), ()))
+    told.account.first_token(who, 900, None)
+    told.step(910, PrefillEnded(who, 1, final=False), ClientGone(who))
+    told.account.close(who, "cancelled", Measured())
+    assert told.over[0].ttft_us is None
 
 
 def test_a_record_names_the_calls_that_failed() -> None:

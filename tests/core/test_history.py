@@ -68,20 +68,22 @@ def test_a_quantile_is_right_to_a_few_per_cent(us: int) -> None:
 
 
 def test_a_request_is_counted_by_what_became_of_it() -> None:
-    """In time, late, refused by reason, failed, or cancelled; a refused one had no tokens."""
+    """In time, late, refused by reason or by an engine, failed, or cancelled."""
     tally = Tally()
     for it in (
         record(),
         record(good=False),
         record("failed", None),
         record("engine answered 503", None),
+        record("engine answered 400", None),
         record("cancelled", None),
         record("refused", None, reason="ttft_slo"),
     ):
         tally.take(it)
     assert (tally.in_time, tally.late, tally.failed, tally.cancelled) == (1, 1, 2, 1)
+    assert tally.engine_refused == 1
     assert tally.refused == {"ttft_slo": 1}
-    assert tally.reuse.reported.prompt == 5_000
+    assert tally.reuse.reported.prompt == 6_000
 
 
 def test_the_funnel_narrows() -> None:

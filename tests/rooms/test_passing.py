@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moonserve.core.errors import BadRequest
-from moonserve.live.drive.passing import Passing
+from moonserve.live.drive.passing import Passing, passing
 from moonserve.live.openai import usage
 from moonserve.live.openai.external import ExternalRequest
 from moonserve.live.openai.request import Form
@@ -80,6 +80,17 @@ def test_without_usage_tokens_are_counted_by_events() -> None:
     reply = Passing()
     reply.passed(CHUNK * 7 + LAST + DONE)
     assert (reply.tokens, reply.cached, reply.counted) == (8, None, usage.SeenUsage())
+
+
+@pytest.mark.parametrize("form", ["chat", "responses"])
+def test_where_nothing_of_an_answer_came_there_is_no_token(form: Form) -> None:
+    """The mark of the end is no event of the answer. An answer without usage has a token."""
+    reply = passing(form)
+    assert (reply.begun, reply.tokens) == (False, 0)
+    reply.passed(DONE)
+    assert (reply.begun, reply.tokens) == (False, 0)
+    reply.answered(b"{}")
+    assert (reply.begun, reply.tokens) == (True, 1)
 
 
 @pytest.mark.parametrize("stream", [True, False])

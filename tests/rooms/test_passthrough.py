@@ -28,9 +28,10 @@ from moonserve.live.drive.lost import CallLost, plain, refusal
 from moonserve.live.external.member import Page, RankPage
 from moonserve.live.external.monitor import POOL
 from moonserve.live.http.client import ClientResponse, UpstreamError
+from moonserve.live.http.message import HttpRequest, Response
 from moonserve.show.explain import lines
 from tests.support.external_site import SHORT, Site, run
-from tests.support.fake_vllm import spoken
+from tests.support.fake_vllm import FakeVllm, spoken
 from tests.support.records import record_of
 from tests.support.serving import ByteText
 
@@ -547,7 +548,58 @@ def test_the_text_of_an_engines_failure_is_for_operators_only(
         assert line.startswith(f"r-9: the call to a failed: a answered {status}: ")
         shown = explained(record_of(site.conductor, "r-9"), lambda us: us)
         assert shown.said == "a: told to"
-        assert "the instance whose call failed last said: a: told to" in lines(shown)
+        assert "the instance that refused it, or whose call failed last, said: a: told to" in lines(
+            shown
+        )
+        assert (shown.output_tokens, shown.actual_ttft_ms) == (0, None)
+
+    run(use, *ONE)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_request_that_an_engine_refuses_has_no_token_and_is_not_cancelled(stream: bool) -> None:
+    """Operators see what the engine said. A timer may have taken its prefill for ended."""
+
+    async def use(site: Site) -> None:
+        site.engines["a"].statuses.append(400)
+        reply = await site.post({**ASK, "stream": stream}, x_request_id="r-9")
+        assert reply.status == 400
+        await site.settled()
+        record = record_of(site.conductor, "r-9")
+        shown = explained(record, lambda us: us)
+        assert (record.outcome, record.fate) == ("engine answered 400", "engine_refused")
+        assert (shown.output_tokens, shown.actual_ttft_ms, shown.in_time) == (0, None, None)
+        assert shown.said == "a: told to"
+
+    run(use, *ONE)
+
+
+@pytest.mark.parametrize(
+    ("stream", "body", "why"),
+    [
+        (False, b"<html>told to</html>", b"a answered 200 with a reply that is no JSON"),
+        (False, b'data: {"error":"told to"}\n\n', b"a answered 200 with a reply that is no JSON"),
+        (True, b"data: [DONE]\n\n", b"a ended its stream before its first token"),
+    ],
+)
+def test_a_reply_that_answers_nothing_is_a_failed_call(
+    stream: bool, body: bytes, why: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its status is 200. The client gets a 502 without it, and no token is counted."""
+
+    async def answer(engine: FakeVllm, request: HttpRequest, chat: bool) -> Response:
+        await request.body()
+        return Response(200, body, content_type="text/html")
+
+    async def use(site: Site) -> None:
+        monkeypatch.setattr(FakeVllm, "_generate", answer)
+        reply = await site.post({**ASK, "stream": stream}, x_request_id="r-9")
+        assert reply.status == 502
+        assert why in reply.body
+        assert b"told to" not in reply.body
+        record = record_of(site.conductor, "r-9")
+        assert (record.fate, record.measured.tokens, record.ttft_us) == ("failed", 0, None)
+        assert record.failed[-1].instance == "a"
 
     run(use, *ONE)
 

@@ -94,7 +94,8 @@ def test_the_screen_has_all_that_an_operator_looks_at_first() -> None:
     assert screen(HISTORY, [*INSTANCES, DOWN]) == [
         "97% of 1,204 requests …",
         "",
-        "60 s: 1,168 in time, 24 late, 10 refused (ttft_slo 8, tbt_slo 2), 2 failed, 1 cancelled",
+        "60 s: 1,168 in time, 24 late, 10 refused (ttft_slo 8, tbt_slo 2), 2 failed, 1 cancelled,"
+        " 0 refused by engines",
         "now: 31 under way, 4 wait; 3,200 tokens/s generated",
         "TTFT     p50     180 ms   p99   2,930 ms   goal 2,000 ms  LATE",
         "mean TBT p50     3.1 ms   p99          -   no goal",
@@ -155,7 +156,7 @@ def test_an_empty_cluster_is_shown_too() -> None:
     empty = {**HISTORY, "columns": {}, "minute": {}, "pools": {}, "alarms": [], "standby": "waits"}
     lines = screen(empty, [])
     assert lines[1] == "waits"
-    assert "0 s: 0 in time, 0 late, 0 refused, 0 failed, 0 cancelled" in lines
+    assert "0 s: 0 in time, 0 late, 0 refused, 0 failed, 0 cancelled, 0 refused by engines" in lines
     assert lines[-1] == "no instance is there"
 
 

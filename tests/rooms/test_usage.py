@@ -113,7 +113,7 @@ def test_a_served_request_is_in_all_sums() -> None:
         (REFUSED, "refused"),
         (but(outcome="failed", is_good=None), "failed"),
         (but(outcome="engine answered 503", is_good=None), "failed"),
-        (but(outcome="engine answered 400", is_good=None), "cancelled"),
+        (but(outcome="engine answered 400", is_good=None), "engine_refused"),
         (but(outcome="cancelled", is_good=None), "cancelled"),
     ],
 )
@@ -122,7 +122,7 @@ def test_every_request_has_one_outcome(record: Record, outcome: usage.Outcome) -
     sums = counted(record)
     assert sums.outcomes == dict.fromkeys(sums.outcomes, 0) | {outcome: 1}
     [row] = sums.tenants.values()
-    assert (row.requests, row.judged) == (1, outcome != "cancelled")
+    assert (row.requests, row.judged) == (1, outcome not in ("cancelled", "engine_refused"))
     assert (row.in_time, row.refused, row.failed) == (
         outcome == "in_time",
         outcome == "refused",

@@ -26,9 +26,10 @@ const KINDS = { refused: "refused", failed: "failed", running: "", waiting: "", 
 /** How a request ended, in a word with a colour. */
 export function badge(row) {
   const late = row.in_time === false;
-  const kind = KINDS[row.outcome] ?? (late ? "late" : "good");
+  const answered = row.outcome.startsWith("engine answered ");
+  const kind = answered ? "refused" : KINDS[row.outcome] ?? (late ? "late" : "good");
   const served = row.in_time === true ? "in time" : late ? "late" : "served";
-  const text = row.outcome in KINDS ? row.outcome : served;
+  const text = answered || row.outcome in KINDS ? row.outcome : served;
   const reason = row.reason ?? row.reject_reason;
   return el("span", { class: `badge ${kind}` }, text, reason ? ` (${reason})` : "");
 }

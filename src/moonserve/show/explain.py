@@ -24,7 +24,7 @@ def lines(told: Explanation) -> Iterator[str]:
     if told.error is not None and told.error != told.why:
         yield f"error: {told.error}"
     if told.said is not None:
-        yield f"the instance whose call failed last said: {told.said}"
+        yield f"the instance that refused it, or whose call failed last, said: {told.said}"
     if told.policy is None:
         return
     yield ""

@@ -41,6 +41,7 @@ class ShownMinute(msgspec.Struct):
     late: int = 0
     failed: int = 0
     cancelled: int = 0
+    engine_refused: int = 0
     refused: Mapping[str, int] = {}
     """By reason."""
     output_tokens: int = 0
@@ -142,7 +143,7 @@ def _requests(reply: HistoryReply) -> Iterator[str]:
     yield (
         f"{minute.seconds} s: {minute.in_time:,} in time, {minute.late:,} late,"
         f" {refused:,} refused{f' ({why})' if why else ''}, {minute.failed:,} failed,"
-        f" {minute.cancelled:,} cancelled"
+        f" {minute.cancelled:,} cancelled, {minute.engine_refused:,} refused by engines"
     )
     rate = minute.output_tokens / max(1, minute.seconds)
     yield (

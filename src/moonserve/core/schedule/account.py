@@ -187,7 +187,7 @@ class Account:
         record.predicted_us = 0
         decision = record.decision
         assert decision is not None, "a decision goes before each call"
-        if record.first_us is None and (decision.connector == "embedded" or decision.joint):
+        if record.first_us is None and decision.connector == "embedded":
             record.first_us = now_us  # other engines' prefills give the client no token
         if fact.final:
             self._done(record, now_us, 1)
@@ -248,7 +248,7 @@ class Account:
         first_us = record.prefilled_us if record.first_us is None else record.first_us
         assert first_us is not None, "prefill goes before decode"
         in_time = slo.ttft_us is None or first_us - record.arrived_us <= slo.ttft_us
-        gaps = tokens - 1
+        gaps = max(0, tokens - 1)
         record.is_good = in_time and (slo.tbt_us is None or now_us - first_us <= slo.tbt_us * gaps)
         if record.is_good:
             self.good += 1
@@ -257,6 +257,7 @@ class Account:
     # Records that are not under way any more.
 
     def _complete(self, record: Record) -> None:
+        _settle_first(record)
         self._on_ended(record)
         self._keep(record)
 
@@ -274,6 +275,15 @@ class Account:
             self._keep(record)
         self._held.clear()
         self._served.clear()
+
+
+def _settle_first(record: Record) -> None:
+    """Say when its first token came, now that it is known whether one came."""
+    if record.is_good is None:
+        if not record.measured.tokens:
+            record.first_us = None  # a prefill ended, and its token came to nobody
+    elif record.first_us is None and record.decision is not None and record.decision.joint:
+        record.first_us = record.prefilled_us  # the reply did not show it: as predicted
 
 
 def _failed(record: Record, fact: CallFailed, now_us: Micros) -> None:

@@ -128,7 +128,7 @@ class Explanation(msgspec.Struct, kw_only=True):
     reject_reason: str | None = None
     error: str | None = None
     said: str | None = None
-    """What the instance said whose call failed last."""
+    """What the instance said that refused the request, or whose call failed last."""
     spread: str | None = None
     """Which prefix was copied because of it, from where to where, and why."""
     considered: int = 0

@@ -93,6 +93,7 @@ class Tally:
         self.late = 0
         self.failed = 0
         self.cancelled = 0
+        self.engine_refused = 0
         self.refused: dict[str, int] = {}
         """By reason."""
         self.reuse = Reuse()
@@ -111,6 +112,8 @@ class Tally:
                 self.failed += 1
             case "cancelled":
                 self.cancelled += 1
+            case "engine_refused":
+                self.engine_refused += 1
             case "in_time":
                 self.in_time += 1
             case "late":
@@ -134,7 +137,7 @@ class Tally:
         self.tbt.merge(other.tbt)
 
 
-_COUNTS = ("in_time", "late", "failed", "cancelled", "output_tokens")
+_COUNTS = ("in_time", "late", "failed", "cancelled", "engine_refused", "output_tokens")
 
 
 class Pools(msgspec.Struct, frozen=True):
@@ -227,6 +230,7 @@ class HistorySample(msgspec.Struct, frozen=True):
     late: int
     failed: int
     cancelled: int
+    engine_refused: int
     refused: tuple[int, ...]
     """By REASONS, and others last."""
     prompt_tokens: Tokens

@@ -16,9 +16,11 @@ from moonserve.core.schedule.actions import Candidate, Decision, Spread
 from moonserve.core.units import BlockKey, InstanceId, Micros, RequestId, Tokens
 
 KEPT_CALLS = 8
-Fate: TypeAlias = Literal["in_time", "late", "refused", "failed", "cancelled"]
-"""late: served, but not within its objectives. cancelled: it ended without an answer, and neither
-the cluster refused it nor an instance failed."""
+Fate: TypeAlias = Literal["in_time", "late", "refused", "engine_refused", "failed", "cancelled"]
+"""late: served, but not within its objectives. refused: by the Conductor. engine_refused: an
+instance answered that the request is wrong. cancelled: its client left."""
+ANSWERED = "engine answered "
+"""How the outcome of a request begins that an instance refused; its status follows."""
 
 
 class PrefillTimes(msgspec.Struct, frozen=True):
@@ -61,6 +63,8 @@ class Measured(msgspec.Struct, frozen=True):
     """Of its last prefill call that gave a token."""
     decode: DecodeTimes | None = None
     """Of its last decode call."""
+    said: str = ""
+    """What an instance said that refused the request, with its name before it, for operators."""
 
 
 class StageTimes(msgspec.Struct, frozen=True):
@@ -165,8 +169,10 @@ class Record(msgspec.Struct, eq=False):
         """What became of it in the end."""
         if self.outcome == "refused":
             return "refused"
-        if self.outcome == "failed" or self.outcome.startswith("engine answered 5"):
+        if self.outcome == "failed" or self.outcome.startswith(f"{ANSWERED}5"):
             return "failed"
+        if self.outcome.startswith(ANSWERED):
+            return "engine_refused"
         if self.is_good is None:
             return "cancelled"
         return "in_time" if self.is_good else "late"

@@ -61,7 +61,9 @@ def explained(record: Record, clock_ms: Callable[[Micros], int]) -> Explanation:
     explained.actual_cached_tokens = measured.cached_tokens
     explained.reject_reason = record.reason
     explained.error = record.error
-    if record.failed and record.failed[-1].said:
+    if measured.said:
+        explained.said = measured.said
+    elif record.failed and record.failed[-1].said:
         last = record.failed[-1]
         explained.said = f"{last.instance}: {last.said}"
     explained.spread = None if record.spread is None else why_spread(record.spread)

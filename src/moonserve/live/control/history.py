@@ -193,6 +193,7 @@ class Observed:
                 "late": minute.late,
                 "failed": minute.failed,
                 "cancelled": minute.cancelled,
+                "engine_refused": minute.engine_refused,
                 "refused": minute.refused,
                 "output_tokens": minute.output_tokens,
                 "ttft_p50_ms": minute.ttft.quantile_ms(0.5),

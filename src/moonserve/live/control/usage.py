@@ -36,7 +36,7 @@ class TenantUsage(msgspec.Struct):
     requests: int = 0
     """Requests that ended, refused ones included."""
     judged: int = 0
-    """Of these, all but those that were cancelled."""
+    """Of these, all but those that were cancelled, or that an engine refused."""
     in_time: int = 0
     refused: int = 0
     """By the Conductor."""
@@ -85,7 +85,7 @@ class UsageSums:
 
     def _used(self, tenant: TenantUsage, record: Record, outcome: Fate, decode_us: Micros) -> None:
         tenant.requests += 1
-        tenant.judged += outcome != "cancelled"
+        tenant.judged += outcome not in ("cancelled", "engine_refused")
         tenant.in_time += outcome == "in_time"
         tenant.refused += outcome == "refused"
         tenant.failed += outcome == "failed"

@@ -220,7 +220,7 @@ class Caller(msgspec.Struct, frozen=True):
         if 400 <= status < 500 and status not in _RETRIED:
             shown = pointer(request.id, self.conductor.has_page)
             log.info("%s: %s answered %d: %s%s", request.id, to.id, status, logged(body), shown)
-            raise Passed(EngineAnswer(status, refusal(status, body, form)))
+            raise Passed(EngineAnswer(status, refusal(status, body, form)), logged(body))
         busy = None
         if status in _BUSY:
             wait_s = whole_number(headers.get("retry-after", ""))

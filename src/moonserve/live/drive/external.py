@@ -111,8 +111,7 @@ class EngineCalls:
     @property
     def tokens(self) -> Tokens:
         """Tokens of the answer so far; 0 before its first byte."""
-        reply = self.reply
-        return reply.tokens if reply.events or reply.counted.completion else 0
+        return self.reply.tokens
 
     def broke_off(self) -> str:
         """See Calls."""
@@ -391,7 +390,12 @@ class EngineCalls:
         return first
 
     def _whole(self, answer: EngineAnswer, life: Life) -> EngineAnswer:
-        """Account for a reply that came at once, and correct its usage."""
+        """Account for a reply that came at once, and correct its usage. Raises CallLost if it is no
+        JSON."""
+        if not answer.body.lstrip().startswith((b"{", b"[")):
+            assert self._at is not None
+            why = f"{self._at[0].id} answered 200 with a reply that is no JSON"
+            raise CallLost(why, detail=logged(answer.body))
         self.reply = passing(self._asked.form, self._cached, self._elsewhere)
         answer.body = self.reply.answered(answer.body)
         tokens = self.reply.counted.completion

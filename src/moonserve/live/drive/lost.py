@@ -42,6 +42,16 @@ def without_addresses(text: str) -> str:
     return _HOST.sub(_ADDRESS, _URL.sub(_ADDRESS, _PEER.sub("", text)))
 
 
+def quoted_message(detail: str) -> str:
+    """What operators see beside a request of an engine's answer: its message, without addresses and
+    long quotations."""
+    detail = detail[:_READ_CHARS]
+    message = _MESSAGE.search(detail)
+    text = detail if message is None else message[1].replace('\\"', '"')
+    text = without_addresses(_QUOTED.sub("(a quotation)", text))
+    return " ".join(text.replace("\\n", " ").split())[:_SAID_CHARS]
+
+
 def logged(body: bytes) -> str:
     """The beginning of an engine's answer, for the log."""
     return body[:_LOGGED_BYTES].decode("utf-8", "replace")
@@ -90,9 +100,11 @@ class EngineAnswer(msgspec.Struct):
 class Passed(MoonserveError):
     """The client gets an engine's own error answer, and no other engine is called."""
 
-    def __init__(self, answer: EngineAnswer) -> None:
+    def __init__(self, answer: EngineAnswer, detail: str = "") -> None:
+        """detail: what only operators see, such as the engine's own text."""
         super().__init__(f"the engine answered {answer.status}")
         self.answer = answer
+        self.detail = detail
 
 
 class CallLost(MoonserveError):
@@ -141,12 +153,8 @@ class CallLost(MoonserveError):
 
     @property
     def said(self) -> str:
-        """What operators see of `detail` beside the request: a message without long quotations."""
-        detail = self.detail[:_READ_CHARS]
-        message = _MESSAGE.search(detail)
-        text = detail if message is None else message[1].replace('\\"', '"')
-        text = without_addresses(_QUOTED.sub("(a quotation)", text))
-        return " ".join(text.replace("\\n", " ").split())[:_SAID_CHARS]
+        """What operators see of `detail` beside the request."""
+        return quoted_message(self.detail)
 
     @property
     def in_full(self) -> str:

@@ -44,6 +44,8 @@ class Passing:
         self.counted = usage.SeenUsage()
         """The last usage that the reply had."""
         self.events = 0
+        self._begun = False
+        """Whether something of an answer has passed, and not only the mark of the end."""
         self.finish: str | None = None
         """The last finish_reason of the reply; None: no choice has ended."""
         self.done = False
@@ -66,7 +68,7 @@ class Passing:
     @property
     def begun(self) -> bool:
         """Whether the first token has passed."""
-        return True
+        return self._begun
 
     @property
     def cached(self) -> Tokens | None:
@@ -78,8 +80,8 @@ class Passing:
 
     @property
     def tokens(self) -> Tokens:
-        """Tokens generated: the engine's count, or about one per event."""
-        return self.counted.completion or max(1, self.events - 1)
+        """Tokens generated: the engine's count, or about one per event; 0: nothing has passed."""
+        return self.counted.completion or (max(1, self.events - 1) if self._begun else 0)
 
     def whole(self, chunk: bytes) -> bytes:
         """The whole events of a chunk. The beginning of the next event is kept until its end
@@ -111,6 +113,7 @@ class Passing:
             self._open_end = events[at:]
         self.finish = finish or self.finish
         self.done = self.done or done
+        self._begun = self._begun or self.events > done
         return events
 
     def put_right(self, data: bytes) -> bytes:
@@ -122,7 +125,7 @@ class Passing:
     def answered(self, body: bytes) -> bytes:
         """Account for a whole reply; the bytes that the client gets."""
         self.finish = _finish(body) or "done"
-        self.done = True
+        self.done = self._begun = True
         return self.put_right(body)
 
 
@@ -181,13 +184,13 @@ class NamedPassing(Passing):
 
     @property
     def begun(self) -> bool:
-        """See Passing. Some events come before the first token."""
-        return bool(self.events) or self.done
+        """See Passing. Some events come before the first token, and an answer may have none."""
+        return self._begun or self.done
 
     @property
     def tokens(self) -> Tokens:
         """See Passing."""
-        return self.counted.completion or max(1, self.events)
+        return self.counted.completion or (max(1, self.events) if self._begun else 0)
 
     def passed(self, events: bytes) -> bytes:
         """See Passing."""
@@ -195,6 +198,7 @@ class NamedPassing(Passing):
         if (found := named.error.search(events)) is not None:
             events, self.error = events[: found.start()], events[found.start() :]
         self.events += events.count(named.token)
+        self._begun = self.events > 0
         if usage.MARK in events:
             events = self.put_right(events)
         if reasons := named.reason.findall(events):
@@ -216,6 +220,7 @@ class NamedPassing(Passing):
         """See Passing."""
         self._reason = next(reversed(self._named.reason.findall(body)), b"")
         self._end()
+        self._begun = True
         return self.put_right(body)
 
     def _end(self) -> None:

@@ -34,7 +34,7 @@ from moonserve.core.schedule.facts import (
     PrefillEnded,
     StageEnded,
 )
-from moonserve.core.schedule.record import DecodeTimes, Measured, PrefillTimes
+from moonserve.core.schedule.record import ANSWERED, DecodeTimes, Measured, PrefillTimes
 from moonserve.core.units import (
     MICROS_PER_SECOND,
     BlockKey,
@@ -44,7 +44,7 @@ from moonserve.core.units import (
     seconds_to_us,
 )
 from moonserve.live.drive.inbox import ActionInbox
-from moonserve.live.drive.lost import CallLost, Passed, plain
+from moonserve.live.drive.lost import CallLost, Passed, plain, quoted_message
 from moonserve.live.ports import Conducting
 from moonserve.page import pointer
 
@@ -192,6 +192,8 @@ class RequestDriver(Generic[PieceT]):
         self._over = False
         self._pieces = 0
         self._outcome = "cancelled"
+        self._said = ""
+        """What the instance said that refused the request."""
         self._first_s = 0.0
         self._last_s = 0.0
         """When the first and the last piece came."""
@@ -253,6 +255,7 @@ class RequestDriver(Generic[PieceT]):
             handover_us=self._handover_us,
             prefill=reply.prefill,
             decode=reply.decode,
+            said=self._said,
         )
 
     # What a call reports: see Life.
@@ -317,7 +320,7 @@ class RequestDriver(Generic[PieceT]):
         try:
             piece = await self.inbox.until_lost(self._call(action))
         except Passed as passed:
-            self._end_refused(passed.answer.status)
+            self._end_refused(passed.answer.status, passed.detail)
             raise
         except Exception as error:  # noqa: BLE001 - a bug in a call is a failed call, and logged
             await self._fail(error)
@@ -392,7 +395,7 @@ class RequestDriver(Generic[PieceT]):
         await self._calls.stop()
         if isinstance(error, CallLost) and error.refused is not None:
             log.info("%s: %s", self._request.id, error.in_full)
-            self._end_refused(error.refused.status)
+            self._end_refused(error.refused.status, error.detail)
             raise error.refused
         if isinstance(error, MoonserveError):
             lost = CallLost.of(error)
@@ -460,9 +463,11 @@ class RequestDriver(Generic[PieceT]):
             )
         )
 
-    def _end_refused(self, status: int) -> None:
+    def _end_refused(self, status: int, detail: str) -> None:
         """Note the end of a request that an instance refused: that is no failure of the cluster."""
-        self._end(f"engine answered {status}")
+        self._end(f"{ANSWERED}{status}")
+        if said := quoted_message(detail):
+            self._said = f"{self._called}: {said}"
         self._lives = True  # set again, so that `aclose` sends ClientGone
 
     def _end(self, outcome: str | None) -> None:

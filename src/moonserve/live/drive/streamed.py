@@ -248,7 +248,7 @@ class KeptPassing(Passing):
     def tokens(self) -> Tokens:
         """See Passing. Exact, if the engine reports all ids."""
         kept = self._tokens
-        return self.counted.completion or (super().tokens if kept.why_not else max(1, kept.count))
+        return self.counted.completion or (super().tokens if kept.why_not else kept.count)
 
     def passed(self, events: bytes) -> bytes:
         """See Passing."""

@@ -20,7 +20,7 @@ from moonserve.core.schedule.facts import (
     InstanceInfo,
     PrefillEnded,
 )
-from moonserve.core.schedule.record import Measured
+from moonserve.core.schedule.record import ANSWERED, Measured
 from moonserve.core.units import MICROS_PER_SECOND, Bytes, Tokens, seconds_to_us
 from moonserve.live.api.engine_text import Prepared
 from moonserve.live.drive.calls import Caller
@@ -72,11 +72,7 @@ class PickedCall:
     def tokens(self) -> Tokens:
         """Of the prompt, and those of the answer that have passed by."""
         reply = self._reply
-        return max(self._read.prompt.length, reply.counted.prompt or 0) + self._generated()
-
-    def _generated(self) -> Tokens:
-        reply = self._reply
-        return reply.tokens if reply.events or reply.counted.completion else 0
+        return max(self._read.prompt.length, reply.counted.prompt or 0) + reply.tokens
 
     # What the Conductor orders.
 
@@ -174,7 +170,7 @@ class PickedCall:
 
     def _refused(self, status: int, by: InstanceInfo) -> None:
         """The client gets an error: an engine's, or the proxy's own."""
-        self._outcome = f"engine answered {status}"
+        self._outcome = f"{ANSWERED}{status}"
         if status >= 500:
             self._fail(f"{by.id}: the proxy got status {status}")
 
@@ -188,7 +184,7 @@ class PickedCall:
             self._tail = (self._tail + data)[-_TAIL_BYTES:]
             if over:
                 self._came_whole()
-        if self._reply.done or (over and self._reply.finish):
+        if self._reply.begun and (self._reply.done or (over and self._reply.finish)):
             self._complete()
         elif over:
             self._outcome = "failed"
@@ -289,7 +285,7 @@ class PickedCall:
     def _measured(self) -> Measured:
         if not self._shown:
             return Measured()
-        reply, tokens = self._reply, self._generated()
+        reply, tokens = self._reply, self._reply.tokens
         gaps = tokens - 1
         tbt_us = None
         if self._first_s is not None and gaps > 0:
