@@ -179,21 +179,29 @@ def test_a_whole_reply_that_passes_by_is_measured() -> None:
     run(use, E0)
 
 
-def test_a_stream_that_breaks_off_counts_as_failed() -> None:
-    """A reply whose last event did not come is no success."""
+@pytest.mark.parametrize(
+    ("event", "tokens"),
+    [
+        (b'data: {"choices":[{"index":0,"text":"a","finish_reason":null}]}\n\n', 1),
+        (b"data: [DONE]\n\n", 0),
+    ],
+)
+def test_a_stream_that_breaks_off_counts_as_failed(event: bytes, tokens: int) -> None:
+    """A reply whose last event did not come is no success, nor is one that has only an end."""
 
     async def use(site: PickerSite) -> None:
         exchange = site.exchange()
         body = completion(stream=True)
         await exchange.ask(body, fields={"x-request-id": "r1"}, reply_mode=DUPLEX)
         await exchange.reply()
-        event = b'data: {"choices":[{"index":0,"text":"a","finish_reason":null}]}\n\n'
         await exchange.send(reply_head(), reply_body(event), reply_body(b"", ends=True))
         for _ in range(3):
             await exchange.reply()
         exchange.cancel()
         await site.settled()
-        assert record(site, "r1").outcome == "failed"
+        found = record(site, "r1")
+        assert (found.outcome, found.measured.tokens) == ("failed", tokens)
+        assert (found.ttft_us is None) is (tokens == 0)
 
     run(use, E0)
 
