@@ -65,7 +65,7 @@ def test_the_api_keeps_its_description(cluster: Cluster, tmp_path: Path) -> None
                     f"Authorization: Bearer {cluster.admin_key}",
                 ),
                 *("--checks", ",".join(CHECKS), "--phases", "coverage,fuzzing"),
-                *("--max-examples", os.environ.get("SCHEMATHESIS_EXAMPLES", "700")),
+                *("--max-examples", os.environ.get("SCHEMATHESIS_EXAMPLES", "800")),
                 *("--workers", "2", "--request-timeout", "60", "--continue-on-failure"),
                 *("--suppress-health-check", "all", "--exclude-path-regex", LEFT_OUT),
             ],
