@@ -7,6 +7,7 @@ import msgspec
 from moonserve.core.request import Slo
 from moonserve.core.schedule.record import Measured, Record
 from moonserve.core.schedule.recorded import RecordedRequest, cluster_of, recorded
+from moonserve.core.schedule.shown import explained
 from moonserve.core.schedule.tuning import Tuning
 from moonserve.core.units import BlockKey, RequestId, Tokens
 from tests.support.cluster import info
@@ -51,6 +52,14 @@ def test_a_row_has_the_fields_of_a_trace_and_of_the_explanation() -> None:
     refused = row(record("b", 40, 0, served=False), keys("k1", "k2"), 16)
     assert (refused.output_length, refused.output_guessed) == (40, True)
     assert msgspec.json.decode(msgspec.json.encode(made), type=RecordedRequest) == made
+
+
+def test_a_row_has_no_words_of_an_instance() -> None:
+    """Operators see in `explain` what an engine said; a recording has no text."""
+    refused = record("a", 40, 0, served=False)
+    refused.measured = Measured(said="e0: the prompt 'secret' is too long")
+    assert explained(refused, lambda us: us).said == refused.measured.said
+    assert row(refused, keys("k1"), 16).said is None
 
 
 def test_equal_prefixes_have_equal_ids_and_what_has_no_key_is_shared_with_nobody() -> None:

@@ -94,6 +94,7 @@ def recorded(
     output_guess: for a request that was not served, how long its answer might have been.
     """
     shown = explained(record, clock_ms)
+    shown.said = None  # the instance's own words, which may quote a prompt
     served = record.is_good is not None
     return RecordedRequest(
         **{name: getattr(shown, name) for name in Explanation.__struct_fields__},
