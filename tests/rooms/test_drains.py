@@ -13,7 +13,7 @@ from moonserve.core.schedule.conductor import Conductor
 from moonserve.core.schedule.cost import Cost
 from moonserve.core.schedule.facts import Joined
 from moonserve.core.units import SegmentId
-from moonserve.live.control.drains import Drains
+from moonserve.live.control.drains import Drains, stuck
 from moonserve.live.control.loop import ConductorLoop
 from moonserve.live.http.auth import bearer
 from moonserve.live.http.client import HttpClient
@@ -277,3 +277,33 @@ def test_a_segment_that_is_no_instance_is_left_alone() -> None:
             assert not await pool.drain(SegmentId("nobody"), True)
 
     run(test)
+
+
+def ledger(id: str, **more: Any) -> dict[str, Any]:
+    """A full segment of four blocks of 10 bytes."""
+    sizes = {"capacity_bytes": 40, "used_bytes": 40, "evictable_bytes": 0, "objects": 4}
+    return {"id": id, "tier": "dram", "draining": False, **sizes, **more}
+
+
+@pytest.mark.parametrize(
+    ("others", "moves"),
+    [
+        ([], False),
+        ([ledger("p1")], False),
+        ([ledger("p1", used_bytes=30)], True),
+        ([ledger("p1", used_bytes=31)], False),
+        ([ledger("p1", evictable_bytes=10)], True),
+        ([ledger("p1", used_bytes=0, draining=True)], False),
+        ([ledger("p1"), ledger("p2", used_bytes=0)], True),
+        ([ledger("disk", used_bytes=0, tier="disk")], False),
+    ],
+)
+def test_a_drain_whose_blocks_have_no_place_says_so(
+    others: list[dict[str, Any]], moves: bool
+) -> None:
+    """They move to free or evictable bytes of other segments in memory that are not drained."""
+    own = ledger("p0", draining=True)
+    said = stuck(own, [own, *others])
+    assert (said == "") == moves
+    assert moves or "start one with `moonserve segment`, or stop" in said
+    assert stuck(ledger("p0", objects=0), []) == stuck(None, others) == ""

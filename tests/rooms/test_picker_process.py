@@ -246,6 +246,9 @@ def test_the_command_needs_engines_and_refuses_flags_of_the_conductor() -> None:
     alone = CliRunner().invoke(cli, ["picker"])
     assert alone.exit_code == 2
     assert "instances: is missing: a picker picks among external engines" in alone.output
+    twice = CliRunner().invoke(cli, ["picker", "--port", "9363", "--picker-port", "9363"])
+    assert twice.exit_code == 2
+    assert "picker_port: is 9363, which is --port too; give the two" in twice.output
     nowhere = CliRunner().invoke(cli, ["picker", "--url", "http://a", "--keys", "registry"])
     assert nowhere.exit_code == 2
     assert "keys: is `registry`, so set `registry` too" in nowhere.output

@@ -307,6 +307,19 @@ def test_a_plan_for_a_tiny_trace_warns(tmp_path: Path) -> None:
     assert "the speed is that of one burst" in done.stderr
 
 
+def test_a_run_left_early_is_not_a_result(tmp_path: Path) -> None:
+    """The sentence gives the share that had missed by then, and no share that was met."""
+    path = tmp_path / "t.jsonl"
+    row = '{"timestamp": %d, "input_length": 600, "output_length": 2, "hash_ids": [1, 2]}\n'
+    path.write_text("".join(row % (second * 1_000) for second in range(60)))
+    argv = ["plan", "--trace", str(path), "--nodes", "2", "-j", "1"]
+    done = CliRunner().invoke(cli, [*argv, "--ttft-slo", "1us", "--tbt-slo", "1us"])
+    assert done.exit_code == 0, done.output
+    assert "no speed meets the objectives" in done.stdout
+    assert " 1.66% of all had missed an objective when its run was stopped early (" in done.stdout
+    assert "meet both" not in done.stdout
+
+
 def test_the_program_plans(chat: Trace, tmp_path: Path) -> None:
     """`moonserve plan` prints the split as JSON, and in one sentence."""
     path = tmp_path / "t.jsonl"
@@ -325,8 +338,9 @@ def test_the_program_plans(chat: Trace, tmp_path: Path) -> None:
     piped = CliRunner().invoke(cli, argv)
     said = piped.stdout
     missed = best["missed"]
-    share = int(missed["attainment"] * 10_000 + 1e-6) / 100
-    assert f"{share:.2f}% meet both objectives (" in said
+    share = missed["attainment"] if missed["whole"] else 1 - missed["attainment"]
+    verb = "meet both objectives (" if missed["whole"] else "of all had missed an objective when"
+    assert f"{int(share * 10_000 + 1e-6) / 100:.2f}% {verb}" in said
     worse = [split for split in found["splits"] if split["speed"] is None]
     assert worse
     for split in worse:

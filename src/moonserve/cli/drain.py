@@ -50,8 +50,8 @@ def drain(
     Requests that it has go on. Blocks of the store that its segment holds move to other members.
     `moonserve instances` lists the names. The order holds until NAME is started again.
 
-    Stop the process where it was started, by systemd for example. `moonserve up` starts each worker
-    again that ends. So do not stop a single one there.
+    Then stop the process where it was started, by systemd for example. `moonserve up` starts each
+    worker again that ends: there, to stop the process is to restart it.
 
     \b
     Examples:
@@ -105,7 +105,10 @@ def _until_idle(ask: Callable[[], _Drained], status: _Drained, longest_s: float)
 def _remedy(status: _Drained) -> str:
     """What helps an instance that is not idle yet, as a further clause."""
     if status.blocks:
-        return "; a block moves only if another segment has room for it"
+        return (
+            "; a block moves only if another segment has room for it: start one with `moonserve"
+            " segment`, or stop the instance, and what only it has is computed again"
+        )
     return "; its requests go on: wait longer, with --timeout"
 
 

@@ -165,12 +165,13 @@ def _verdict(trace: Trace, best: Split) -> str:
     if missed is None:
         why = "no speed is too high"
     else:
-        most = "" if missed.whole else "at most "
-        both, ttft, tbt = (
-            percent(share, 2)
-            for share in (missed.attainment, missed.attainment_ttft, missed.attainment_tbt)
-        )
-        why = f"at {missed.speed:.2f}x {most}{both} meet both objectives"
+        shares = [missed.attainment, missed.attainment_ttft, missed.attainment_tbt]
+        verb = "meet both objectives"
+        if not missed.whole:  # what comes later may miss too: no share that was met is known
+            shares = [1 - share for share in shares]
+            verb = "of all had missed an objective when its run was stopped early"
+        both, ttft, tbt = (percent(share, 2) for share in shares)
+        why = f"at {missed.speed:.2f}x {both} {verb}"
         why += f" ({ttft} their TTFT, {tbt} their TBT by the longest tenth of gaps)"
     if best.speed is None:
         return f"no speed meets the objectives; {name} is nearest: {why}"

@@ -156,6 +156,9 @@ def picker(
     elsewhere with --conductor. It needs external engines, and the extra moonserve[picker].
     """
     settings = read_settings(config, flags)
+    if settings.port and settings.picker_port == settings.port:
+        what = f"is {settings.port}, which is --port too; give the two different ports"
+        raise ConfigError(what, "picker_port")
     if settings.conductor:
         if settings.conductor.startswith(IN_ETCD) and not settings.registry:
             settings = msgspec.structs.replace(settings, registry=settings.conductor)

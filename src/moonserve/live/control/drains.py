@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping
-from typing import Literal, TypeAlias
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, TypeAlias
 
 import msgspec
 
@@ -52,7 +52,7 @@ class DrainStatus(msgspec.Struct, frozen=True):
     blocks: int
     """Objects of the store in its segment."""
     warning: str = ""
-    """What a drain takes from the cluster; empty: others can do its part of the work."""
+    """What a drain takes from the cluster, and why its blocks stay; empty: neither."""
 
 
 class Drains:
@@ -158,11 +158,14 @@ class Drains:
         info = view.info
         promised = view.prefills + view.decodes
         requests = max(promised, view.load.running + view.load.waiting)
-        blocks = await self._blocks(info.segment) if info.segment is not None else 0
+        segments = await self._segments() if info.segment is not None else ()
+        own = next((it for it in segments if it["id"] == info.segment), None)
+        blocks = 0 if own is None else int(own["objects"])
         state: State = "serving"
         if view.drained:
             state = "draining" if requests or blocks else "idle"
-        warning = self._missed(view) if view.drained else ""
+        faults = (self._missed(view), stuck(own, segments)) if view.drained else ()
+        warning = "; ".join(fault for fault in faults if fault)
         return DrainStatus(info.id, state, requests, blocks, warning)
 
     def _missed(self, view: InstanceView) -> str:
@@ -179,7 +182,27 @@ class Drains:
             " for one, up to --wait-ready, and then get a 503"
         )
 
-    async def _blocks(self, segment: str) -> int:
-        """How many objects a segment has; 0 if the pool does not say."""
-        found = (await self._pool.lookup({})).get("segments", ())
-        return next((int(it["objects"]) for it in found if it["id"] == segment), 0)
+    async def _segments(self) -> Sequence[Mapping[str, Any]]:
+        """The ledgers of all segments; none if the pool does not say."""
+        found: Sequence[Mapping[str, Any]] = (await self._pool.lookup({})).get("segments", ())
+        return found
+
+
+def stuck(own: Mapping[str, Any] | None, segments: Sequence[Mapping[str, Any]]) -> str:
+    """Why the blocks of a drained segment cannot move; empty: they can, or there are none.
+
+    own: its ledger, see SegmentStats. segments: all ledgers.
+    """
+    if own is None or not own["objects"]:
+        return ""
+    block_bytes = own["used_bytes"] / own["objects"]
+    for it in segments:
+        room = it["capacity_bytes"] - it["used_bytes"] + it["evictable_bytes"]
+        takes = it["id"] != own["id"] and not it["draining"] and it["tier"] == "dram"
+        if takes and room >= block_bytes:
+            return ""
+    return (
+        "its blocks cannot move, since no other segment of the store has room: start one with"
+        " `moonserve segment`, or stop the instance without waiting, and the prefixes that are"
+        " only there are computed again"
+    )
