@@ -101,7 +101,7 @@ $(CLIENTS): requirements/clients.txt
 test-clients: $(DEV) model $(CLIENTS) ## openai, anthropic, litellm, llm, langchain-openai and aiperf before fake engines: 1.1 GB of disk, three minutes
 	$(WITH_CLIENTS) tests/clients/test_clients.py $(ARGS)
 
-test-fuzz-api: $(DEV) model $(CLIENTS) ## schemathesis sends 20,000 requests by /openapi.json: 1.1 GB of disk, half an hour or more
+test-fuzz-api: $(DEV) model $(CLIENTS) ## schemathesis sends 20,000 requests by /openapi.json: 1.1 GB of disk, twenty minutes or more
 	$(WITH_CLIENTS) tests/clients/test_fuzz_api.py $(ARGS)
 
 PAGE := tests/page/node_modules/.package-lock.json
@@ -240,7 +240,7 @@ bench: $(BENCH) model ## tokens per second, beside llama.cpp
 	$(PY) bench/engine.py $(ARGS)
 
 # The public traces lie in ../shared/traces, or where MOONSERVE_TRACES says.
-paper: $(PAPER) ## the papers' figures and the table of policies, into docs/paper (half an hour on two cores)
+paper: $(PAPER) ## the papers' figures and the table of policies, into docs/paper (one to two hours on two cores, less after make compile)
 	$(PY) -m bench.paper.make $(ARGS)
 
 paper-quick: $(PAPER) ## the same on a few hundred requests, into build/paper
