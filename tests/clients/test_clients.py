@@ -193,7 +193,7 @@ def test_openai_tools(tool_cluster: Cluster) -> None:
         assert call.function.name == "weather"
         assert json.loads(call.function.arguments)["city"] in CITIES["city"]["enum"]
     result = {"role": "tool", "tool_call_id": call.id, "content": "rain"}
-    turns = [*HI, whole.choices[0].message, {**result}]
+    turns = [*HI, final.choices[0].message, {**result}]
     after = client.chat.completions.create(messages=turns, max_tokens=5, **ask)
     assert after.choices[0].message.content
 
