@@ -14,6 +14,8 @@ from types import FrameType
 
 INTERRUPTED = 130
 """The exit code of a program that SIGINT ended, as shells have it."""
+_RAISE = signal.default_int_handler
+"""Python's own handler."""
 
 
 def quiet_while_importing() -> None:
@@ -34,6 +36,3 @@ def importing_ended() -> None:
 
 def _end(_signal: int, _frame: FrameType | None) -> None:
     os._exit(INTERRUPTED)
-
-
-_RAISE = signal.default_int_handler

@@ -8,11 +8,14 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
 
 from moonserve.core.errors import EngineFailed
+from moonserve.core.schedule.facts import Role
 from moonserve.live.engine.fake import fake_cost
 from moonserve.live.http.auth import bearer
 from moonserve.live.http.client import sse_events
@@ -35,6 +38,19 @@ LATER = {
     "$defs": {"b": {**CHAIN, "properties": {"n": {"$ref": "#/$defs/b"}}}},
 }
 ALL_OF = {"$defs": {"a": {"allOf": [{"$ref": "#/$defs/a"}]}}, "$ref": "#/$defs/a"}
+
+
+@asynccontextmanager
+async def unchecked(patch: pytest.MonkeyPatch, *names: str) -> AsyncIterator[Site]:
+    """A cluster whose gateway lets every schema through to the workers with these names: p0 is a
+    prefill worker, d0 a decode worker."""
+    patch.setattr("moonserve.live.api.own_text.check_schema", lambda *asked: None)
+    tokenizer = load_tokenizer(resolve(DEFAULT_MODEL).path)
+    async with site() as it:
+        for name in names:
+            role: Role = "prefill" if name.startswith("p") else "decode"
+            await it.add(name, role, tokenizer=tokenizer)
+        yield it
 
 
 async def said(it: Site, losing: int = -1) -> str:
@@ -86,13 +102,9 @@ def test_a_worker_without_the_package_is_named(
 ) -> None:
     """The client gets a 501 that says what to install at which worker, at once."""
     monkeypatch.setitem(sys.modules, "llguidance", None)
-    monkeypatch.setattr("moonserve.live.api.own_text.check_schema", lambda *asked: None)
-    tokenizer = load_tokenizer(resolve(DEFAULT_MODEL).path)
 
     async def main() -> None:
-        async with site() as it:
-            await it.add("p0", "prefill", tokenizer=tokenizer)
-            await it.add("d0", "decode", tokenizer=tokenizer)
+        async with unchecked(monkeypatch, "p0", "d0") as it:
             body = {"model": DEFAULT_MODEL, **HI, "stream": stream, "response_format": FORMAT}
             reply = await it.http.request(
                 "POST", it.url + CHAT, body=json.dumps(body).encode(), timeout_s=20
@@ -114,14 +126,9 @@ def test_a_schema_that_fails_at_a_worker_is_the_fault_of_the_request(
     """The client gets a 400 after one attempt, with the field, and the cluster has not failed:
     every other worker would fail as well."""
     pytest.importorskip("llguidance")
-    monkeypatch.setattr("moonserve.live.api.own_text.check_schema", lambda *asked: None)
-    tokenizer = load_tokenizer(resolve(DEFAULT_MODEL).path)
 
     async def main() -> None:
-        async with site() as it:
-            await it.add("p0", "prefill", tokenizer=tokenizer)
-            await it.add("p1", "prefill", tokenizer=tokenizer)
-            await it.add("d0", "decode", tokenizer=tokenizer)
+        async with unchecked(monkeypatch, "p0", "p1", "d0") as it:
             wanted = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
             body = {"model": DEFAULT_MODEL, **HI, "response_format": wanted, "max_tokens": 50}
             reply = await it.http.request(

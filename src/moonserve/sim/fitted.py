@@ -67,7 +67,8 @@ _REWEIGHTED = 6
 _SWEEPS = 200
 _STILL = 1e-5
 _ROUNDS = 3
-"""The length of a step decides how many there were, and the other way round."""
+"""So often are found in turns: the length of a step and how many there were; the costs and the
+machine's speed."""
 _LONG_US = 1e12
 _PACE_US = 15e6
 """For so long the machine is taken to be equally fast: some passes of several requests."""

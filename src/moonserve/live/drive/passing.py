@@ -113,7 +113,8 @@ class Passing:
             self._open_end = events[at:]
         self.finish = finish or self.finish
         self.done = self.done or done
-        self._begun = self._begun or self.events > done
+        if not self._begun:  # the mark of the end is an event too
+            self._begun = self.events > (1 if done else 0)
         return events
 
     def put_right(self, data: bytes) -> bytes:
